@@ -7,6 +7,7 @@ from capibara.api.finetuning import distill as distill
 from capibara.api.finetuning import dpo as dpo
 from capibara.api.finetuning import finetune as finetune
 from capibara.api.finetuning import grpo as grpo
+from capibara.api.finetuning import process_reward_model as process_reward_model
 from capibara.api.language_model import LanguageModel as LanguageModel
 from capibara.api.opening import load as load
 from capibara.api.opening import model_config as model_config
@@ -86,6 +87,7 @@ from capibara.core.types import UserError as UserError
 from capibara.data.chat.answers import PreferenceJsonlSource as PreferenceJsonlSource
 from capibara.data.chat.answers import PromptJsonlSource as PromptJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource as ChatJsonlSource
+from capibara.data.chat.steps import StepsJsonlSource as StepsJsonlSource
 from capibara.data.chat.template import ChatTemplate as ChatTemplate
 from capibara.data.dataset import Dataset as Dataset
 from capibara.data.packing.masking import Masking as Masking
@@ -157,6 +159,7 @@ from capibara.monitoring.trackers.clients.plain import PrintTracker as PrintTrac
 from capibara.monitoring.trackers.clients.weights_and_biases import WandbTracker as WandbTracker
 from capibara.monitoring.trackers.tracking import Tracking as Tracking
 from capibara.objectives.preference import Dpo as Dpo
+from capibara.objectives.process_reward import ProcessReward as ProcessReward
 from capibara.optim.adafactor import Adafactor as Adafactor
 from capibara.optim.optimizer import Optimizer as Optimizer
 from capibara.optim.schedules import FactorSchedule as FactorSchedule

@@ -15,6 +15,7 @@ import capibara as cb
 from capibara import config
 from capibara.cli import launch
 from capibara.cli.arguments import flags
+from capibara.cli.composition import pretrained
 from capibara.config.search import defining_modules
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -80,6 +81,9 @@ def test_the_readme_is_short_and_names_every_page():
     assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name})" not in text]
 
 
+READ_MODELS = ("train", "finetune", "plan", "prove", "prepare")  # verbs whose Gin files may name MODEL and TEACHER
+
+
 def test_there_are_commands():
     assert len(COMMANDS) > 40
 
@@ -116,7 +120,10 @@ def test_a_command_is_one_that_the_verb_takes(page, folder, command, monkeypatch
     config.reset()
     try:
         config.parse(
-            [*(args.run if verb == "launch" else ()), *args.gin_file], args.gin_bindings, args.gin_search_paths
+            [*(args.run if verb == "launch" else ()), *args.gin_file],
+            args.gin_bindings,
+            args.gin_search_paths,
+            of_readers=(pretrained.MODEL, pretrained.TEACHER) if verb in READ_MODELS else (),
         )
     finally:
         config.reset()

@@ -72,8 +72,8 @@ def finetune(
       data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo", "cpo" and "reward" pairs of
         answers, of "kto" answers with a label, with rewards prompts.
       out: the run folder.
-      method: "lora", "qlora", "full", "distill", "dpo", "orpo", "simpo", "cpo", "kto", "reward", or one with rewards:
-        "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
+      method: "lora", "qlora", "full", "distill", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "process_reward", or one with
+        rewards: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
       teacher: of method "distill": the model that is learned from, as `model`.
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
@@ -140,6 +140,11 @@ def kto(model: LanguageModel | str, answers: Data, out: str, **options: Any) -> 
 def reward_model(model: LanguageModel | str, pairs: Data, out: str, **options: Any) -> TrainingResult:
     """Trains a model that scores answers on pairs of answers, by Bradley-Terry; options as for `finetune`."""
     return finetune(model, pairs, out, method="reward", **options)
+
+
+def process_reward_model(model: LanguageModel | str, solutions: Data, out: str, **options: Any) -> TrainingResult:
+    """Trains a model that scores the steps of solutions, which have `steps` and `labels`; options as for `finetune`."""
+    return finetune(model, solutions, out, method="process_reward", **options)
 
 
 def grpo(

@@ -18,6 +18,7 @@ Make data sets and vocabularies for training.
   playbooks      chat examples out of agents' playbooks
   executions     chat examples out of logs of executed code
   routing        texts with a domain for the hybrid expert router: balanced, split, decontaminated
+  teacher        a teacher's log-probabilities of the next tokens, for a distillation without the teacher
   corpus         documents without duplicates, filtered, as packed tokens in shards
   lineage        where a checkpoint or a data set comes from, and what has changed since
 
@@ -30,7 +31,7 @@ examples:
 
 _MODULES = {
     **dict.fromkeys(("vocabulary", "instructions"), "texts"),
-    **{word: word for word in ("playbooks", "executions", "routing", "corpus", "lineage")},
+    **{word: word for word in ("playbooks", "executions", "routing", "teacher", "corpus", "lineage")},
 }
 
 

@@ -196,8 +196,8 @@ class Dataset:
 
     @property
     def has_answers(self) -> bool:
-        """Whether the documents are answers, paired or not."""
-        return self.data_format in (DataFormat.PREFERENCES, DataFormat.UNPAIRED)
+        """Whether the documents are answers, paired or not, or solutions."""
+        return self.data_format in (DataFormat.PREFERENCES, DataFormat.UNPAIRED, DataFormat.STEPS)
 
     @property
     def has_labels(self) -> bool:

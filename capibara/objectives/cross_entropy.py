@@ -44,6 +44,7 @@ class CrossEntropy(Loss):
                 DataFormat.PREFERENCES: "@Dpo()",
                 DataFormat.UNPAIRED: "@Kto()",
                 DataFormat.PROMPTS: "@Grpo()",
+                DataFormat.STEPS: "@ProcessReward()",
             }[found]
             raise UserError(f"Dataset.source holds {found} and Trainer.loss is None: set Trainer.loss = {losses}")
 

@@ -22,6 +22,7 @@ _SOURCES = {
     DataFormat.PREFERENCES: "@PreferenceJsonlSource()",
     DataFormat.UNPAIRED: "@UnpairedJsonlSource()",
     DataFormat.PROMPTS: "@PromptJsonlSource()",
+    DataFormat.STEPS: "@StepsJsonlSource()",
 }
 
 

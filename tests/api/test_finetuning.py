@@ -90,6 +90,11 @@ def test_pairs_and_prompts_have_their_losses(folder, tmp_path, capfd):
         f"{folder}/hf", f"{folder}/pairs.jsonl", str(tmp_path / "reward"), steps=1, batch_size=8, length=64
     )
     assert scores.step == 1 and "reward_accuracy" in scores.history[-1] and scores.model.logits("river?").shape[-1] == 1
+    solutions = [{"prompt": f"{i}?", "steps": ["so", "no"], "labels": [True, False]} for i in range(30)]
+    steps = cb.process_reward_model(
+        f"{folder}/hf", solutions, str(tmp_path / "steps"), steps=1, batch_size=8, length=64
+    )
+    assert steps.step == 1 and "step_accuracy" in steps.history[-1]
     labelled = [
         {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
         for pair in records(f"{folder}/pairs.jsonl")

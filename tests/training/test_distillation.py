@@ -15,6 +15,7 @@ from capibara.core.types import UserError
 from capibara.inference.engine.engine import EngineConfig
 from capibara.models import api
 from capibara.sharding import Plan
+from capibara.strategies.distillation import storing
 from capibara.training import run_folder
 from capibara.training.base.options import Evaluation
 
@@ -164,3 +165,24 @@ def test_packed_rows_have_no_prompts(make_trainer):
     packed = dataclasses.replace(make_trainer().dataset, packing="best_fit")
     with pytest.raises(UserError, match=r"packing \('best_fit'\) must be 'none'"):
         make_trainer({"on_policy": 1.0}, dataset=packed)
+
+
+def test_what_is_stored_teaches_as_the_teacher_does(make_trainer, train, tmp_path):
+    """With the same tokens, packed and in another order; other documents are named."""
+    dataset = dataclasses.replace(make_trainer().dataset, packing="best_fit", window_rows=2, window_documents=16)
+    options = dict(dataset=dataset, steps=4, evaluation=Evaluation(every=4))
+    trainer, folder = make_trainer({"top_k": 6, "temperature": 2.0}, **options), str(tmp_path / "stored")
+    stored = storing.store(trainer, trainer.loss, trainer.loss.teacher, folder, load=None, show=lambda *_: None)
+    assert stored.top_k == 6 and stored.documents > 50
+    want = train(trainer, jax.devices()[:2])
+    alone = {"teacher": None, "stored": folder, "top_k": None, "temperature": 2.0}
+    got = train(make_trainer(alone, **options | {"model_dir": trainer.model_dir + "_stored"}), jax.devices()[:2])
+    for name in ("loss", "grad_norm", "agreement"):
+        assert got.metrics[4][name] == pytest.approx(want.metrics[4][name], rel=1e-5), name
+    assert got.evaluations[4] == pytest.approx(want.evaluations[4], rel=1e-5)
+    with pytest.raises(UserError, match=r"temperature is 1.0, and Distillation.stored \(.*\) is of 2.0"):
+        train(make_trainer(alone | {"temperature": 1.0}, **options | {"model_dir": folder + "_run"}), jax.devices()[:1])
+    with pytest.raises(UserError, match="has nothing on a document of the data"):
+        source = dataclasses.replace(dataset.source, train_on="all")
+        other = options | {"dataset": dataclasses.replace(dataset, source=source), "model_dir": folder + "_other"}
+        train(make_trainer(alone, **other), jax.devices()[:1])

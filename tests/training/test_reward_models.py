@@ -145,3 +145,46 @@ def test_a_margin_is_a_number(make_trainer, pairs, tmp_path):
     )
     with pytest.raises(UserError, match=r"bad.jsonl:2: margin is '1', must be a finite number"):
         source.open("train")
+
+
+@pytest.fixture
+def make_verifier(make_trainer, toy_tokenizer, tmp_path):
+    """A run on solutions whose wrong steps are in capitals."""
+    rng, path, lines = np.random.default_rng(0), tmp_path / "solutions.jsonl", []
+    for i in range(60):
+        labels = [bool(label) for label in rng.integers(0, 2, 1 + i % 3)]
+        words = [str(rng.choice(["river", "grass", "fish"])) for _ in labels]
+        steps = [word if label else word.upper() for word, label in zip(words, labels)]
+        lines.append({"prompt": f"{i}?", "steps": steps, "labels": labels})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = cb.StepsJsonlSource(
+        files=(str(path),), template=cb.ChatTemplate(tokenizer=toy_tokenizer), validation_fraction=0.3
+    )
+
+    def make(**changes):
+        dataset = dataclasses.replace(make_trainer().dataset, source=source)
+        return make_trainer(**{"dataset": dataset, "loss": cb.ProcessReward()} | changes)
+
+    return make
+
+
+def test_steps_are_told_apart(make_verifier, train):
+    """Of solutions that are held out."""
+    seen = train(make_verifier(steps=40, evaluation=Evaluation(every=40)), jax.devices()[:2])
+    held_out = seen.evaluations[40]
+    assert held_out["step_accuracy"] > 0.9 and held_out["right_score"] > 0 > held_out["wrong_score"]
+    with pytest.raises(UserError, match="DecoderConfig.head is 'tied': set it to 'score'"):
+        make_verifier(model=MODEL)
+    with pytest.raises(UserError, match="set Dataset.source = @StepsJsonlSource"):
+        make_verifier(dataset=dataclasses.replace(make_verifier().dataset, source=cb.StdlibSource()))
+
+
+def test_a_mesh_changes_no_score_of_a_step(make_verifier, train):
+    runs = []
+    for devices, plan in ((1, Plan(batch_size=8)), (8, Plan(batch_size=8, fsdp=2, context=2, tensor=2))):
+        name = f"{make_verifier().model_dir}{devices}"
+        runs.append(train(make_verifier(steps=3, plan=plan, model_dir=name), jax.devices()[:devices]))
+    for step in (1, 2, 3):
+        for key in ("loss", "grad_norm", "right_score", "wrong_score", "step_accuracy"):
+            one, other = (run.metrics[step][key] for run in runs)
+            assert other == pytest.approx(one, rel=2e-4, abs=1e-5), key

@@ -27,7 +27,7 @@ class Method(enum.StrEnum):
     LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DISTILL: adapters, on a teacher's
     next-token distributions for texts or chats. DPO, ORPO, SIMPO, CPO: adapters,
     on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. REWARD: adapters and a head that scores
-    answers, on pairs. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on the model's own answers and
+    answers, on pairs. PROCESS_REWARD: the same for steps, on solutions whose steps have labels. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on the model's own answers and
     their rewards.
     """
 
@@ -41,6 +41,7 @@ class Method(enum.StrEnum):
     CPO = "cpo"
     KTO = "kto"
     REWARD = "reward"
+    PROCESS_REWARD = "process_reward"
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     DAPO = "dapo"
@@ -65,6 +66,7 @@ class Kind(enum.StrEnum):
     PREFERENCES = "preferences"
     UNPAIRED = "unpaired"
     PROMPTS = "prompts"
+    STEPS = "steps"
 
 
 # Gin files of a run without a loss; others have what adapters add, and then the loss, whose defaults win.
@@ -75,6 +77,7 @@ _TASKS = {
     Kind.PREFERENCES: "tasks/preferences.gin",
     Kind.UNPAIRED: "tasks/unpaired.gin",
     Kind.PROMPTS: "tasks/prompts.gin",
+    Kind.STEPS: "tasks/steps.gin",
 }
 _OWN = {  # binding -> the option
     "MODEL": "model",
@@ -94,12 +97,18 @@ _REWARDED = (
 _OF_LOSS = {
     **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO, Method.REWARD), Kind.PREFERENCES),
     Method.KTO: Kind.UNPAIRED,
+    Method.PROCESS_REWARD: Kind.STEPS,
     **dict.fromkeys(_REWARDED, Kind.PROMPTS),
 }
-_KEYS = {Kind.PREFERENCES: "'chosen' and 'rejected'", Kind.UNPAIRED: "a 'label', true or false"}
+_KEYS = {
+    Kind.PREFERENCES: "'chosen' and 'rejected'",
+    Kind.UNPAIRED: "a 'label', true or false",
+    Kind.STEPS: "'steps' and 'labels'",
+}
 _OTHER_METHOD = {
     Kind.PREFERENCES: "set method = 'dpo', or leave the rejected answers out",
     Kind.UNPAIRED: "set method = 'kto', or leave label and the undesirable answers out",
+    Kind.STEPS: "set method = 'process_reward'",
 }
 
 
@@ -329,11 +338,18 @@ def _kind(asked: FineTuning) -> Kind:
     kind = Kind.TEXT if "text" in record and not _CHATS & record.keys() else Kind.CHAT
     if {"chosen", "rejected"} <= record.keys():
         kind = Kind.PREFERENCES
+    elif isinstance(record.get("labels"), list) and {"steps", "completions"} & record.keys():
+        kind = Kind.STEPS
     elif kind is Kind.CHAT and isinstance(record.get("label"), bool):
         kind = Kind.UNPAIRED
     fix = f": {_OTHER_METHOD[kind]}" if kind in _OTHER_METHOD else ""
     if wanted is None and fix:
-        noun = {Kind.PREFERENCES: "pairs of answers", Kind.UNPAIRED: "answers with labels"}[kind]
+        nouns = {
+            Kind.PREFERENCES: "pairs of answers",
+            Kind.UNPAIRED: "answers with labels",
+            Kind.STEPS: "labelled steps",
+        }
+        noun = nouns[kind]
         raise UserError(f"{path} has {noun}{fix}")
     if wanted not in (None, kind):
         raise UserError(

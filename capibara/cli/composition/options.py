@@ -93,6 +93,7 @@ _OF_FILES = (
     "PreferenceJsonlSource",
     "UnpairedJsonlSource",
     "PromptJsonlSource",
+    "StepsJsonlSource",
 )
 DEPENDENT = (
     Dependent(

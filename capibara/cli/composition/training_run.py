@@ -162,8 +162,8 @@ def _train(
         trainer.plan.rules,
         gathered=hosts.gathered,
     )
-    _check_teacher(trainer)
-    load = lambda path, model: _loader(path, trainer, model)  # noqa: E731
+    check_teacher(trainer)
+    load = lambda path, model: loader(path, trainer, model)  # noqa: E731
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])
         return loop.Outcome(0, "checked")
@@ -240,7 +240,7 @@ def _beginning(dataset: Dataset) -> list[str]:
     return []
 
 
-def _loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | runs.Loader:
+def loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | runs.Loader:
     """The reader of a foreign model of initial weights; prints a note if it comes with another tokenizer."""
     from capibara.interop import peft_runs as runs
 
@@ -249,7 +249,7 @@ def _loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | ru
     return read
 
 
-def _check_teacher(trainer: Trainer) -> None:
+def check_teacher(trainer: Trainer) -> None:
     """Raises UserError unless a teacher has the tokens of the run's tokenizer."""
     from capibara.interop.merge import tokenizers
     from capibara.strategies.distillation.loss import Distillation

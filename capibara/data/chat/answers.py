@@ -25,7 +25,7 @@ _RENDERED_FIRST = 200  # lines of a split that are rendered before the run start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ChatLines(Source):
+class ChatLines(Source):
     """JSON lines that a chat template renders.
 
     Attributes:
@@ -59,7 +59,7 @@ class _ChatLines(Source):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceJsonlSource(_ChatLines):
+class PreferenceJsonlSource(ChatLines):
     """JSON lines, one preference pair per line: `chosen`, `rejected` and their prompt (see `read_preference`).
 
     Attributes:
@@ -83,7 +83,7 @@ class PreferenceJsonlSource(_ChatLines):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UnpairedJsonlSource(_ChatLines):
+class UnpairedJsonlSource(ChatLines):
     """JSON lines, one answer per line: a conversation and its `label`, true or false (see `read_unpaired`).
 
     Attributes:
@@ -113,7 +113,7 @@ class UnpairedJsonlSource(_ChatLines):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptJsonlSource(_ChatLines):
+class PromptJsonlSource(ChatLines):
     """JSON lines, one prompt per line (see `read_prompt`), with further fields for rewards, such as an answer or a test."""
 
     @property
@@ -124,10 +124,10 @@ class PromptJsonlSource(_ChatLines):
         return self._open(split, _Prompts)
 
 
-class _Lines(LineDocuments, abc.ABC):
-    """Lines of a `_ChatLines`."""
+class Lines(LineDocuments, abc.ABC):
+    """Lines of a `ChatLines`."""
 
-    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: _ChatLines):
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: ChatLines):
         super().__init__(paths, ranges, [None] * len(paths))
         self._template = source.template
 
@@ -138,7 +138,7 @@ class _Lines(LineDocuments, abc.ABC):
         return {**super().fingerprint(), "template": self._template.fingerprint()}
 
 
-class _Preferences(_Lines):
+class _Preferences(Lines):
     """One preference pair per line."""
 
     def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: PreferenceJsonlSource):
@@ -170,10 +170,10 @@ class _Preferences(_Lines):
         return pair
 
 
-class _Unpaired(_Lines):
+class _Unpaired(Lines):
     """One labelled answer per line."""
 
-    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: _ChatLines, *, mismatched: bool):
+    def __init__(self, paths: Sequence[str], ranges: np.ndarray, source: ChatLines, *, mismatched: bool):
         super().__init__(paths, ranges, source)
         self._mismatched = mismatched
 
@@ -197,7 +197,7 @@ class _Unpaired(_Lines):
         return read_unpaired(self.record(i), self.where(i))
 
 
-class _Prompts(_Lines):
+class _Prompts(Lines):
     """One prompt per line."""
 
     def check(self, i: int) -> None:

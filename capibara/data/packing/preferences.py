@@ -20,14 +20,15 @@ class Answers(NamedTuple):
       rejected: the prompt and the other answer; of a labelled answer the mismatched one, or an empty document.
       number: the pair's number in its split, from 1.
       position: the pair's position in the data.
-      label: of an answer: 1: desirable, 0: undesirable; of a pair its margin; None: there are no `labels`.
+      label: of an answer: 1: desirable, 0: undesirable; of a pair its margin; of a solution one for each of its positions; None:
+        there are no `labels`.
     """
 
     chosen: Document
     rejected: Document
     number: int
     position: tuple[int, ...] = ()
-    label: float | None = None
+    label: float | np.ndarray | None = None
 
     @property
     def need(self) -> int:
@@ -83,7 +84,9 @@ class PreferenceWindow(Rows):
             row["positions"][begin:end] = np.arange(len(answer.ids))
             first = begin + int(np.argmax(answer.weights > 0))
             row["numbers"][first] = 2 * pair.number - 1 + side
-            if side == 0 and pair.label is not None:
+            if isinstance(pair.label, np.ndarray):
+                row["labels"][begin:end] = pair.label
+            elif side == 0 and pair.label is not None:
                 row["labels"][first] = pair.label
         row["tokens"][end:] = self._pad_id
         row["targets"][end:] = self._pad_id

@@ -82,6 +82,19 @@ def _with_end(
     return first, np.append(ids, np.int32(pad_id)), np.append(weights, np.float32(0))
 
 
+def _solution(example: Example, vocabulary: Vocabulary, number: int, position: tuple[int, ...]) -> Answers:
+    """A tokenized solution, with weights and labels at the tokens that end a step, which are inputs."""
+    assert example.loss is not None, "it is rendered"
+    ids, offsets = vocabulary.encode_rendered(example.text)
+    # The last token that begins before the end of the separator.
+    ends = np.searchsorted(offsets[:, 0], [end for _, end in example.loss]) - 1
+    weights, labels = np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
+    weights[ends], labels[ends] = 1.0, example.labels
+    targets = np.append(ids[1:], np.int32(vocabulary.pad_id))
+    document = Document(targets, weights, int(ids[0]), position=position)
+    return Answers(document, _EMPTY, number, position, labels)
+
+
 def _is_power_of_ten(count: int) -> bool:
     return count == 10 ** (len(str(count)) - 1)
 
@@ -155,6 +168,12 @@ class Assembler:
                 return self._answers(example, number, position)
             case DataFormat.PROMPTS:
                 return self._prompt(example, number, position)
+            case DataFormat.STEPS:
+                solution = _solution(example, self._vocabulary, number, position)
+                self.tally.add(solution.need, self.dataset, carries_loss=True)
+                return (
+                    solution if solution.need <= self.dataset.length else solution._replace(chosen=_EMPTY, label=None)
+                )
         return self.conversation(example, position)
 
     def packed(self, row: PackedRow, position: tuple[int, ...]) -> PackedDocuments:

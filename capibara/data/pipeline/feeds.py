@@ -25,6 +25,7 @@ _NOUNS = {
     DataFormat.PREFERENCES: "preference pairs",
     DataFormat.UNPAIRED: "answers",
     DataFormat.PROMPTS: "prompts",
+    DataFormat.STEPS: "solutions",
 }
 
 

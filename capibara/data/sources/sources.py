@@ -42,12 +42,14 @@ class DataFormat(enum.StrEnum):
     PREFERENCES: pairs of a preferred and a rejected answer.
     UNPAIRED: answers that are desirable or not.
     PROMPTS: prompts, which the model answers during training.
+    STEPS: solutions whose steps are right or not.
     """
 
     TEXTS = "texts"
     PREFERENCES = "preferences"
     UNPAIRED = "unpaired preferences"
     PROMPTS = "prompts"
+    STEPS = "solutions with labelled steps"
 
 
 class Example(NamedTuple):
@@ -60,6 +62,7 @@ class Example(NamedTuple):
       loss: ranges of characters with loss, of a rendered conversation; None: `text` is not a conversation.
       rejected: the rejected answer of a preference pair, this is the chosen one; of an unpaired answer the mismatched one.
       label: of an unpaired answer 1: desirable, 0: undesirable; of a pair its margin; None: it has none.
+      labels: of the ranges in `loss`, the ends of a solution's steps; empty: there are none.
       row: a row that was packed before, with no text; None: this is a document.
     """
 
@@ -69,6 +72,7 @@ class Example(NamedTuple):
     loss: tuple[tuple[int, int], ...] | None = None
     rejected: Example | None = None
     label: float | None = None
+    labels: tuple[float, ...] = ()
     row: PackedRow | None = None
 
     @property
