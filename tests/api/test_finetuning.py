@@ -17,7 +17,7 @@ import pytest
 import capibara as cb
 from capibara import config
 from capibara.cli import finetune as verb
-from capibara.cli import infer, plan
+from capibara.cli import infer, plan, prepare
 from capibara.cli import train as train_verb
 from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
@@ -144,6 +144,28 @@ def test_a_teacher_with_another_tokenizer_is_refused(folder, tmp_path):
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(cb.UserError, match="has another tokenizer than Dataset.vocabulary: 'a' is token "):
         cb.distill(f"{folder}/hf", str(other), ["a river"] * 9, str(tmp_path / "run"), steps=1, batch_size=8, length=32)
+
+
+def test_a_stored_teacher_is_learned_from_without_it(folder, tmp_path, capfd):
+    """`capibara prepare teacher` of the run that `finetune` prints, and the same run of what it stored."""
+    data, out = f"{folder}/chats.jsonl", str(tmp_path / "stored")
+    given = ["--gin_file=tasks/chat.gin", "--gin_file=runs/distill.gin", f"--gin.MODEL={folder}/hf", "--gin.LENGTH=64"]
+    given += [f"--gin.FILES=('{data}',)", f"--gin.MODEL_DIR={tmp_path / 'run'}", "--gin.TRAIN_STEPS=2"]
+    run = lambda *flags: exits.run_verb(prepare.main, ["teacher", *given, *flags])  # noqa: E731
+    assert run(f"--gin.TEACHER={folder}/hf", "--top_k=5", f"--output={out}") == 0
+    printed = capfd.readouterr().out
+    assert f"positions of 5 tokens in {out}: train with --gin.Distillation.stored={out}" in printed
+    assert exits.run_verb(train_verb.main, [*given, f"--gin.Distillation.stored={out}"]) == 0
+    first = next(row for row in read_metrics(str(tmp_path / "run")) if row["kind"] == "eval")
+    assert first["agreement"] > 0.99 and first["divergence"] < 1e-4  # the teacher has the student's weights
+    for flags, error in (
+        ([f"--gin.TEACHER={folder}/hf", f"--output={out}"], "exists: name a new folder"),
+        ([f"--gin.TEACHER={folder}/hf"], "--output is missing"),
+        ([f"--gin.TEACHER={tmp_path}/nowhere", f"--output={out}2"], "nowhere"),
+        ([f"--gin.Distillation.stored={out}", f"--output={out}2"], "top_k is 64, and Distillation.stored has"),
+    ):
+        assert run(*flags) == exits.EXIT_USER_ERROR
+        assert error in capfd.readouterr().err
 
 
 def closeness(prompt, answer, record):

@@ -1,4 +1,4 @@
-"""What needs answers, in this process: rollouts, samples, DPO's reference pass, evaluation, the harness.
+"""What needs answers, in this process: rollouts, samples, DPO's reference pass, distillation, evaluation, the harness.
 
 `python answering.py DEVICES FOLDER NAME PART ...` does the parts as one of several processes of so many devices, and
 writes what comes of them to FOLDER/NAME.PART.PROCESS.json. A test does the same alone.
@@ -20,6 +20,7 @@ import numpy as np
 from capibara.checkpoints.policy import Checkpointing
 from capibara.cli import evaluate
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
@@ -36,6 +37,8 @@ from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.storage import outputs
 from capibara.strategies.answering import Answerer
+from capibara.strategies.distillation.loss import Distillation
+from capibara.strategies.distillation.teacher import Teacher
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
@@ -203,6 +206,19 @@ def reference(folder: pathlib.Path, name: str) -> dict:
     return found
 
 
+def distilled(folder: pathlib.Path, name: str) -> dict:
+    """Steps on answers of the student and of its teacher, whose parameters all processes hold together; an evaluation."""
+    files, template = (str(folder / "pairs.jsonl"),), ChatTemplate(tokenizer=str(folder / "tokenizer"))
+    source = ChatJsonlSource(files=files, format="chosen", template=template, validation_fraction=0.3)
+    base = trainer_of(folder, f"{name}_distilled", steps=4, evaluation=Evaluation(every=4))
+    loss = Distillation(
+        teacher=Teacher(path=str(folder / "run"), model=MODEL), on_policy=0.5, teacher_draws=True, top_k=7,
+        sampling=Sampling(max_new_tokens=6, temperature=0.7), engine=EngineConfig(slots=8, prefix_cache_mib=0),
+    )  # fmt: skip
+    dataset = dataclasses.replace(base.dataset, source=source, length=24)
+    return trained(dataclasses.replace(base, dataset=dataset, loss=loss, plan=Plan(batch_size=8)))
+
+
 _CALLED = (channel, "watch"), (outputs, "check_writable")
 
 
@@ -264,7 +280,7 @@ def judged(folder: pathlib.Path, name: str) -> dict:
     return trained(trainer, judge=TaskJudge(trainer, api.build(MODEL), options, EngineConfig(slots=2)))
 
 
-PARTS = [rollouts, together, meshes, opinions, failure, reference, evaluated, harness, scores, judged]
+PARTS = [rollouts, together, meshes, opinions, failure, reference, distilled, evaluated, harness, scores, judged]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -166,6 +166,15 @@ def test_the_reference_pass_and_the_harness_are_those_of_one(pair, alone):
 
 
 @pytest.mark.heavy
+def test_two_processes_learn_from_a_teacher_as_one(pair, alone):
+    """From answers that the student and the teacher draw; each prompt is asked once."""
+    found, want = pair("taught", "distilled")["distilled"], alone("distilled")
+    same_run(found[0], want)
+    assert {want["steps"][step]["on_policy"] for step in "1234"} == {0.0, 1.0}
+    asked_once(found, want)
+
+
+@pytest.mark.heavy
 def test_two_processes_judge_the_tasks_of_a_mixture_as_one(pair, alone):
     """Each asks its share of the questions, and both have the metrics of all."""
     found, want = pair("judging", "judged")["judged"], alone("judged")
