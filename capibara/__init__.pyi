@@ -169,6 +169,7 @@ from capibara.sharding.rules import Rules as Rules
 from capibara.strategies.consensus.consensus import ConsensusConfig as ConsensusConfig
 from capibara.strategies.distillation.loss import Distillation as Distillation
 from capibara.strategies.distillation.teacher import Teacher as Teacher
+from capibara.strategies.environments.functions import FunctionTools as FunctionTools
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
 from capibara.strategies.grpo import Grpo as Grpo

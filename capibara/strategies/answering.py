@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -14,12 +15,16 @@ import jax
 import numpy as np
 
 from capibara.core.types import Batch, Params, UserError
+from capibara.data.chat.formats import read_prompt
 from capibara.data.dataset import Dataset
+from capibara.inference.calls.dialect import dialect_of
 from capibara.inference.engine.requests.stream import Completion, Finish, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
 from capibara.strategies import rewards as judge
+from capibara.strategies.dialogues import Dialogues, Opening
+from capibara.strategies.environments.environment import Environment
 from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
 from capibara.strategies.rewards import Reward
 
@@ -34,6 +39,7 @@ class Answer:
       reward: the weighted sum of its rewards.
       parts: the rewards.
       truncated: whether it was cut off.
+      is_own: whether each of its tokens is the model's, and not an environment's; None: all are.
     """
 
     prompt: list[int]
@@ -42,6 +48,7 @@ class Answer:
     reward: float
     parts: tuple[float, ...]
     truncated: bool
+    is_own: list[bool] | None = None
 
     def packed(self) -> dict[str, Any]:
         """The answer as a JSON value, without loss of precision."""
@@ -63,6 +70,8 @@ class Answering(Generating, Protocol):
     def rewards(self) -> tuple[Reward, ...]: ...
     @property
     def reward_weights(self) -> tuple[float, ...] | None: ...
+    @property
+    def environment(self) -> Environment | None: ...
 
 
 @runtime_checkable
@@ -126,6 +135,8 @@ class Answerer:
         """
         for prompt in prompts:
             check_record(self._grpo.rewards, self._documents[split], prompt.number)
+        if self._grpo.environment is not None:
+            return self._dialogues(self._grpo.environment, split, prompts, samplings, what)
         streams = self._generator.streams(prompts, samplings, what)
         count = sum(len(samplings(prompt.row)) for prompt in prompts)
         return self._judged_by_turns(split, prompts, streams, f"{what}: {{}} of {count} rewards")
@@ -147,12 +158,44 @@ class Answerer:
     def _judged(self, split: str, prompt: Prompt, streams: Sequence[Stream]) -> list[dict[str, Any]]:
         return [self._answer(split, prompt, stream.result()).packed() for stream in streams]
 
+    def _dialogues(
+        self,
+        environment: Environment,
+        split: str,
+        prompts: Sequence[Prompt],
+        samplings: Callable[[int], list[Sampling]],
+        what: str,
+    ) -> list[list[Answer]]:
+        """As `answers`, of one process, where the model speaks with an environment."""
+        documents, openings = self._documents[split], []
+        for prompt in prompts:
+            record = documents.record(prompt.number)
+            conversation = read_prompt(record, documents.where(prompt.number))
+            openings += [Opening(prompt, conversation, environment.begin(record), one) for one in samplings(prompt.row)]
+        generate = functools.partial(self._generator.streams, what=what)
+        talk = self._generator.chat
+        answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
+        for one in Dialogues(environment, talk, dialect_of(talk), generate).held(openings):
+            prompt, spoken = one.opening.prompt, {"dialogue": one.messages}
+            total, parts = self._rewards(split, prompt, one.text, spoken)
+            answer = Answer(prompt.ids, one.tokens, one.drawn, total, parts, one.truncated, one.is_own)
+            answers[prompt.row].append(answer)
+        return [answers[prompt.row] for prompt in prompts]
+
     def _answer(self, split: str, prompt: Prompt, completion: Completion) -> Answer:
+        total, parts = self._rewards(split, prompt, completion.text, {})
+        tokens, drawn = tokens_of(completion)
+        return Answer(prompt.ids, tokens, drawn, total, parts, completion.finish is Finish.LENGTH)
+
+    def _rewards(
+        self, split: str, prompt: Prompt, answer: str, more: Mapping[str, Any]
+    ) -> tuple[float, tuple[float, ...]]:
+        """The weighted sum of an answer's rewards, and the rewards; `more`: what they read beside the record."""
         grpo, documents = self._grpo, self._documents[split]
-        record, text = documents.record(prompt.number), documents[prompt.number]
+        record, text = {**documents.record(prompt.number), **more}, documents[prompt.number]
         parts = []
         for reward in grpo.rewards:
-            value = reward(text, completion.text, record)
+            value = reward(text, answer, record)
             if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
                 raise UserError(
                     f"Grpo.rewards: {name_of(reward)} returned {value!r} for an answer to "
@@ -160,9 +203,7 @@ class Answerer:
                 )
             parts.append(float(value))
         weights = grpo.reward_weights or (1.0,) * len(parts)
-        tokens, drawn = tokens_of(completion)
-        total = sum(weight * part for weight, part in zip(weights, parts))
-        return Answer(prompt.ids, tokens, drawn, total, tuple(parts), completion.finish is Finish.LENGTH)
+        return sum(weight * part for weight, part in zip(weights, parts)), tuple(parts)
 
 
 def check_records(rewards: Sequence[Reward], dataset: Dataset, split: str, limit_s: float) -> None:

@@ -55,12 +55,15 @@ class Generator:
       run: parts of a run.
       options: of the generation.
       model: the model that answers; None: the run's.
+
+    Attributes:
+      chat: the tokenizer and the chat template.
     """
 
     def __init__(self, run: RunParts, options: Generating, model: Model | None = None):
         self._run, self._options = run, options
         self._model = run.model if model is None else model
-        self._chat = chat.of_run(run.dataset, type(options).__name__)
+        self.chat = chat.of_run(run.dataset, type(options).__name__)
         self._engine: Engine | None = None
         self._own: OwnChips | None = None
 
@@ -105,7 +108,7 @@ class Generator:
         """
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in prompts if self._own is None else hosts.share(prompts):
-            streams[row] = [self._loaded.submit(ids, one, ends=self._chat.ends) for one in samplings(row)]
+            streams[row] = [self._loaded.submit(ids, one, ends=self.chat.ends) for one in samplings(row)]
         self._write(what, sum(len(samplings(prompt.row)) for prompt in prompts))
         return streams
 

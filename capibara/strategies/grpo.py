@@ -16,10 +16,12 @@ from capibara import sharding
 from capibara.config import configurable
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
+from capibara.data.pipeline.loader import Loader
 from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
+from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale, normalized_each
 from capibara.strategies.policy.answers import RatioLevel, Surrogate
 from capibara.strategies.policy.clipped import Clipped
@@ -53,6 +55,8 @@ class Grpo(RewardedLoss):
         dynamic sampling); what is missing then is trained without signal.
       importance_mode: what is done beyond the bounds of importance weights.
       importance_cap, importance_floor: the bounds; both None: no importance weights.
+      environment: answers the model's messages, whose tokens are then not trained; None: an answer is one message. Rewards get the
+        model's last message, and the whole dialogue as the record's `dialogue`.
       off_policy_limit: an answer with a negative advantage is not trained if its mean of log p in the engine - log p is above
         this (DeepSeek-V3.2, arXiv:2512.02556); None: all are.
     """
@@ -70,6 +74,7 @@ class Grpo(RewardedLoss):
     importance_cap: float | None = 2.0
     importance_floor: float | None = None
     off_policy_limit: float | None = None
+    environment: Environment | None = None
 
     means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped", "off_policy_fraction")
 
@@ -116,6 +121,17 @@ class Grpo(RewardedLoss):
             raise UserError(
                 f"Grpo.unbiased_kl is True, and Grpo.kl_in is {str(self.kl_in)!r}: it is of the loss, leave one out"
             )
+
+    def open(
+        self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
+    ) -> Loader:
+        if self.environment is not None and jax.process_count() > 1:
+            raise UserError(
+                f"Grpo.environment is @{type(self.environment).__name__}(), which runs of one process have alone, and there are "
+                f"{jax.process_count()}: start one, or leave it out"
+            )
+        where = dict(shard_index=shard_index, shard_count=shard_count)
+        return super().open(dataset, split=split, batch_size=batch_size, epochs=epochs, **where)
 
     @property
     def entries(self) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ class Ppo(RewardedLoss):
 
     reads_values = True
     resample = 0
+    environment = None
     kl_in = KlIn.TOKENS
     means = (
         *("clip_fraction", "ratio", "engine_difference", "importance_capped"),

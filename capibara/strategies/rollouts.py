@@ -295,6 +295,8 @@ def _rows(answers: Sequence[Answer], dataset: Dataset, mask_truncated: bool) -> 
     for row, answer in enumerate(answers):
         first, end = len(answer.prompt) - 1, len(answer.prompt) + len(answer.tokens) - 1
         rows["drawn"][row, first:end] = answer.drawn
+        if answer.is_own is not None:
+            rows["weights"][row, first:end] = answer.is_own
         if mask_truncated and answer.truncated:
             rows["weights"][row] = 0.0
     return rows

@@ -1,0 +1,166 @@
+"""Dialogues of a model with an environment: the tokens of both, and which are the model's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation, Message
+from capibara.inference.calls.dialect import Dialect
+from capibara.inference.calls.message import Message as Reply
+from capibara.inference.engine.requests.stream import Completion, Finish, Stream
+from capibara.inference.interactive.chat import Chat
+from capibara.inference.sampling.sampling import Sampling
+from capibara.strategies.environments.environment import Environment, Episode
+from capibara.strategies.generating import Prompt, draw_seed, tokens_of
+
+_MARK = "\ue000answer\ue000"  # stands for the model's message where a template is asked what follows one
+
+# (prompts, index of a prompt -> sampling options) -> finished answers by index.
+Generate = Callable[[Sequence[Prompt], Callable[[int], list[Sampling]]], dict[int, list[Stream]]]
+
+
+class Opening(NamedTuple):
+    """How a dialogue begins.
+
+    Attributes:
+      prompt: its prompt.
+      conversation: the prompt's messages and tools.
+      episode: the environment.
+      sampling: of the model's first message; its max_new_tokens are those of all messages of both.
+    """
+
+    prompt: Prompt
+    conversation: Conversation
+    episode: Episode
+    sampling: Sampling
+
+
+@dataclasses.dataclass
+class Dialogue:
+    """A dialogue so far.
+
+    Attributes:
+      opening: how it began.
+      messages: all of them.
+      tokens, drawn: of both sides after the prompt; 0 where the environment spoke.
+      is_own: whether a token is the model's.
+      text: the model's last message.
+      truncated: whether it was cut off.
+    """
+
+    opening: Opening
+    messages: list[Message]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    drawn: list[float] = dataclasses.field(default_factory=list)
+    is_own: list[bool] = dataclasses.field(default_factory=list)
+    text: str = ""
+    truncated: bool = False
+
+    @property
+    def room(self) -> int:
+        """How many tokens are left to both."""
+        return self.opening.sampling.max_new_tokens - len(self.tokens)
+
+    def say(self, tokens: Sequence[int], drawn: Sequence[float] | None) -> None:
+        """Adds tokens of the model, or of the environment (`drawn` is None)."""
+        self.tokens += tokens
+        self.drawn += [0.0] * len(tokens) if drawn is None else drawn
+        self.is_own += [drawn is not None] * len(tokens)
+
+
+class Dialogues:
+    """Holds dialogues, turn by turn, each turn of all of them together.
+
+    Args:
+      environment: the environment.
+      chat: the run's tokenizer and template.
+      dialect: how the model writes calls.
+      generate: answers prompts.
+    """
+
+    def __init__(self, environment: Environment, chat: Chat, dialect: Dialect, generate: Generate):
+        self._environment, self._chat, self._dialect, self._generate = environment, chat, dialect, generate
+
+    def held(self, openings: Sequence[Opening]) -> list[Dialogue]:
+        """The dialogues after their last turns.
+
+        Raises:
+          Interrupted: the run must stop.
+          UserError: the environment's messages are none, or the template does not continue a dialogue.
+        """
+        dialogues = [Dialogue(opening, [*opening.conversation.messages]) for opening in openings]
+        going = dict(enumerate(dialogues))
+        for turn in range(self._environment.turns):
+            prompts = [
+                Prompt(i, one.opening.prompt.number, [*one.opening.prompt.ids, *one.tokens]) for i, one in going.items()
+            ]
+            streams = self._generate(prompts, functools.partial(_samplings, going, turn))
+            ends_here = turn + 1 == self._environment.turns
+            going = {i: one for i, one in going.items() if self._goes_on(one, streams[i][0].result(), ends_here)}
+            if not going:
+                break
+        return dialogues
+
+    def _goes_on(self, dialogue: Dialogue, completion: Completion, ends_here: bool) -> bool:
+        """Adds what the model said, and what the environment answers; returns whether the model speaks again."""
+        dialogue.say(*tokens_of(completion))
+        dialogue.truncated = completion.finish is Finish.LENGTH
+        message = self._message(dialogue.opening.conversation, completion.text)
+        dialogue.text = str(message.get("content") or "")
+        dialogue.messages.append(message)
+        if completion.end is None or ends_here:
+            return False
+        answers = [*dialogue.opening.episode.step(tuple(dialogue.messages))]
+        if not answers:
+            return False
+        _check(answers, self._environment)
+        tokens = self._following(dialogue.opening.conversation, answers, completion.end)
+        if len(tokens) >= dialogue.room:
+            dialogue.truncated = True
+            return False
+        dialogue.messages += answers
+        dialogue.say(tokens, None)
+        return True
+
+    def _message(self, conversation: Conversation, text: str) -> Message:
+        """The model's message, with its calls apart."""
+        tools = conversation.tools or ()
+        if not tools or self._dialect.form is None:
+            return {"role": "assistant", "content": text}
+        reader, reply = self._dialect.reader(tools, thinks=False), Reply()
+        reply.add([*reader.add(text), *reader.close()])
+        return {key: value for key, value in reply.whole().items() if key in ("role", "content", "tool_calls")}
+
+    def _following(self, conversation: Conversation, answers: Sequence[Message], end: int) -> list[int]:
+        """The tokens between the end of the model's message and its next one: what the template makes of the answers."""
+        spoken = [*conversation.messages, {"role": "assistant", "content": _MARK}, *answers]
+        text = self._chat.text_after(conversation._replace(messages=spoken), "a dialogue")
+        if text.count(_MARK) != 1:
+            raise UserError(
+                "the chat template does not repeat an earlier message of the assistant, which dialogues with Grpo.environment "
+                "need: use another ChatTemplate.template"
+            )
+        ids = self._chat.ids_of(text.partition(_MARK)[2])
+        return ids[1:] if ids[:1] == [end] else ids
+
+
+def _samplings(dialogues: Mapping[int, Dialogue], turn: int, index: int) -> list[Sampling]:
+    """The options of the next message of a dialogue."""
+    first = dialogues[index].opening.sampling
+    seed = first.seed if turn == 0 else draw_seed(first.seed or 0, turn)
+    return [dataclasses.replace(first, max_new_tokens=dialogues[index].room, seed=seed)]
+
+
+def _check(answers: Sequence[Message], environment: Environment) -> None:
+    """Raises UserError unless an environment's messages are ones that a template renders."""
+    for one in answers:
+        is_message = isinstance(one, dict) and isinstance(one.get("content"), str)
+        if not is_message or one.get("role") not in ("tool", "user"):
+            raise UserError(
+                f"Grpo.environment: {type(environment).__name__} answered {one!r}, must answer messages with the role 'tool' or "
+                "'user' and a text as content"
+            )

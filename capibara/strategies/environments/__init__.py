@@ -1,0 +1,1 @@
+"""Environments: partners that answer a model's messages during a rollout."""
