@@ -12,10 +12,12 @@ from capibara.consensus.aggregation import Aggregation, Krum
 from capibara.consensus.outer import FedAdam, OuterSgd
 from capibara.core.types import UserError
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
+from capibara.data.chat.steps import StepsJsonlSource
 from capibara.objectives.cpo import Cpo
 from capibara.objectives.kto import Kto
 from capibara.objectives.orpo import Orpo
 from capibara.objectives.preference import Dpo
+from capibara.objectives.process_reward import ProcessReward
 from capibara.objectives.reward import Reward
 from capibara.strategies.policy.cispo import Cispo
 from capibara.strategies.policy.clipped import Clipped
@@ -209,3 +211,44 @@ def test_each_strategy_has_a_file():
 def test_what_consensus_training_refuses(bindings, message):
     with pytest.raises(UserError, match=re.escape(message)):
         consensus(*bindings)
+
+
+def test_process_reward_models(build):
+    trainer = build("steps", "process_reward")
+    assert trainer.loss == ProcessReward() and trainer.model.head == "score"
+    assert isinstance(trainer.dataset.source, StepsJsonlSource)
+    with pytest.raises(UserError, match="set Dataset.source = @StepsJsonlSource()"):
+        build("chat", "process_reward")
+
+
+def test_distillation(build):
+    trainer = build("chat", "distill", "Distillation.stored=runs/teacher", "ANSWER_LENGTH=9", "Distillation.beta=1.0")
+    assert (trainer.loss.beta, trainer.loss.sampling.max_new_tokens, trainer.loss.draws) == (1.0, 9, False)
+    with pytest.raises(UserError, match="exactly one of teacher and stored, and neither is set: set TEACHER"):
+        build("chat", "distill")
+    with pytest.raises(UserError, match="Distillation.on_policy is 1.0, and Distillation.stored is of given answers"):
+        build("chat", "distill", "Distillation.stored=runs/teacher", "Distillation.on_policy=1.0")
+    with pytest.raises(UserError, match=r"Trainer.loss \(@Distillation\(\)\) is for texts"):
+        build("prompts", "distill", "Distillation.stored=runs/teacher")
+
+
+def test_tools_in_rollouts(build, tmp_path, monkeypatch):
+    (tmp_path / "my_tools.py").write_text(
+        "from capibara.config import configurable\n\n@configurable\ndef multiply(a, b):\n    return a * b\n"
+    )
+    (tmp_path / "mine.gin").write_text("import my_tools\nFunctionTools.functions = (@multiply,)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
+    bindings = ["REWARDS=(@exact_answer,)", "Grpo.environment=@FunctionTools()", "FunctionTools.turns=3"]
+    environment = build("prompts", "grpo", *bindings, before=[str(tmp_path / "mine.gin")]).loss.environment
+    call = {"id": "1", "function": {"name": "multiply", "arguments": '{"a": 6, "b": 7}'}}
+    (answer,) = environment.begin({}).step([{"role": "assistant", "tool_calls": [call]}])
+    assert environment.turns == 3 and answer["content"] == "42"
+    with pytest.raises(UserError, match="Ppo has no parameter"):
+        build(
+            "prompts",
+            "ppo",
+            "REWARDS=(@exact_answer,)",
+            "Ppo.environment=@FunctionTools()",
+            before=[str(tmp_path / "mine.gin")],
+        )

@@ -265,6 +265,11 @@ DEPENDENT = (
     Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, own: own.kl_target is not None),
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
     Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
+    Dependent(
+        ("Distillation.where", "Distillation.mesh"),
+        "Distillation.on_policy above 0 or Distillation.teacher_draws",
+        lambda run, own: own.draws,
+    ),
 )
 
 

@@ -14,6 +14,7 @@ from capibara.config import search
 from capibara.core.types import UserError
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource, UnpairedJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
+from capibara.data.chat.steps import StepsJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.packing.masking import Masking, SpanCorruption
@@ -28,8 +29,11 @@ from capibara.models.api import DecoderConfig, Rope
 from capibara.objectives.cpo import Cpo
 from capibara.objectives.kto import Kto
 from capibara.objectives.preference import Dpo
+from capibara.objectives.process_reward import ProcessReward
 from capibara.optim import Adafactor, FactorSchedule, Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.strategies.distillation.loss import Distillation
+from capibara.strategies.distillation.teacher import Teacher
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.policy.cispo import Cispo
 from capibara.strategies.policy.clipped import Clipped
@@ -83,6 +87,8 @@ def of_source(cls, *, validation=True):
         kind = {"Trainer.loss": Dpo()}
     if cls is UnpairedJsonlSource:
         kind = {"Trainer.loss": Kto(kind="apo_zero_unpaired")}
+    if cls is StepsJsonlSource:
+        kind = {"Trainer.loss": ProcessReward()}
     if cls is PromptJsonlSource:
         kind = {"Trainer.loss": GRPO(), "Dataset.packing": "none"}
     return {"Dataset.source": made, **kind}
@@ -94,6 +100,11 @@ def GRPO(**changes):
 
 def PPO(**changes):
     return Ppo(rewards=(exact_answer,), sampling=Sampling(max_new_tokens=16, temperature=1.0), **changes)
+
+
+def DISTILLATION(**changes):
+    sampling = Sampling(max_new_tokens=16, temperature=1.0)
+    return Distillation(teacher=Teacher(path="x", model=RUN.model), sampling=sampling, **changes)
 
 
 PAIRS = {"Dataset.source": source(PreferenceJsonlSource)}
@@ -185,7 +196,7 @@ CASES = [
     ("Dataset.pairs_per_row", TEXT(pairs_per_row=3), {"Trainer.loss": Dpo(), "Dataset.source": source(PreferenceJsonlSource), "Dataset.pairs_per_row": 3}),
     *[
         (f"{cls.__name__}.validation_fraction", of_source(cls), of_source(cls, validation=False))
-        for cls in (JsonlSource, TextSource, ShardedSource, ChatJsonlSource, PreferenceJsonlSource, UnpairedJsonlSource, PromptJsonlSource)
+        for cls in (JsonlSource, TextSource, ShardedSource, ChatJsonlSource, PreferenceJsonlSource, UnpairedJsonlSource, PromptJsonlSource, StepsJsonlSource)
     ],
     (
         "HuggingFaceSource.validation_fraction",
@@ -219,6 +230,8 @@ CASES = [
     ],
     ("Grpo.importance_mode", PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask", importance_cap=None)}, PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask")}),
     ("Ppo.mesh", PROMPTS | {"Trainer.loss": PPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": PPO(mesh=ServingMesh(tensor=1))}),
+    ("Distillation.where", {"Trainer.loss": DISTILLATION(where="own")}, {"Trainer.loss": DISTILLATION(where="own", on_policy=0.5), "Dataset.packing": "none"}),
+    ("Distillation.mesh", {"Trainer.loss": DISTILLATION(mesh=ServingMesh(tensor=1))}, {"Trainer.loss": DISTILLATION(mesh=ServingMesh(tensor=1), teacher_draws=True), "Dataset.packing": "none"}),
     ("Ppo.kl_horizon", PROMPTS | {"Trainer.loss": PPO(kl_horizon=9)}, PROMPTS | {"Trainer.loss": PPO(kl_horizon=9, kl_target=6.0)}),
     ("Grpo.kl_in", PROMPTS | {"Trainer.loss": GRPO(kl_in="reward")}, PROMPTS | {"Trainer.loss": GRPO(kl_in="reward", kl=0.1)}),
     ("Grpo.unbiased_kl", PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True)}, PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True, kl=0.1)}),
@@ -229,7 +242,8 @@ def check(changes):
     with_loss = {name: changes[name] for name in ("Trainer.loss",) if name in changes}
     if with_loss:  # the loss and its data only fit together
         dataset = replaced(OF_TEXTS, changes)
-        model = dataclasses.replace(RUN.model, value_head=isinstance(changes["Trainer.loss"], Ppo))
+        head = {"head": "score"} if isinstance(changes["Trainer.loss"], ProcessReward) else {}
+        model = dataclasses.replace(RUN.model, value_head=isinstance(changes["Trainer.loss"], Ppo), **head)
         run = dataclasses.replace(RUN, loss=changes["Trainer.loss"], dataset=dataset, model=model)
         changes = {}
     else:
@@ -293,9 +307,10 @@ ALONE = {
     "Dataset": "source mixture_or_task_name vocabulary kind length encoder_length inputs_length packing shuffle task_shards "
     "prefetch window_rows window_documents domains",
     "Dpo": "kind beta label_smoothing sft_weight divergence",
+    "Distillation": "teacher stored beta temperature top_k hard_weight on_policy teacher_draws sampling engine",
     "Cpo": "kind beta label_smoothing nll_weight alpha",
     "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where surrogate level "
-    "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit",
+    "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment",
     "Ppo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where clip value_clip "
     "value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
