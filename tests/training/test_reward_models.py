@@ -188,3 +188,21 @@ def test_a_mesh_changes_no_score_of_a_step(make_verifier, train):
         for key in ("loss", "grad_norm", "right_score", "wrong_score", "step_accuracy"):
             one, other = (run.metrics[step][key] for run in runs)
             assert other == pytest.approx(one, rel=2e-4, abs=1e-5), key
+
+
+def test_the_folder_of_a_verifier_is_evaluated_and_converted(make_verifier, tmp_path):
+    """Its steps are told apart by `evaluate`, and a Hugging Face folder has the same scores."""
+    run = make_verifier(steps=30, plan=Plan(batch_size=8, fsdp=8), checkpointing=Checkpointing(every=30))
+    cb.train(run)
+    assert exits.run_verb(evaluate_verb.main, [f"--model_dir={run.model_dir}", f"--out={tmp_path}/found.json"]) == 0
+    metrics = json.loads((tmp_path / "found.json").read_text())["tasks"]["validation"]["metrics"]
+    assert metrics["step_accuracy"]["value"] > 0.8 and metrics["steps"]["value"] > 5
+    text = "<|turn|>u:1?<|end|><|turn|>a:river\nGRASS\n"
+    scores = cb.load(run.model_dir).logits(text)
+    ends = [len(cb.TokenizerJsonVocabulary(path=run.dataset.vocabulary.path).encode_rendered(part)[0]) - 1 for part in (
+        text.removesuffix("GRASS\n"), text
+    )]  # fmt: skip
+    right, wrong = scores[ends, 0]
+    assert right > 0 > wrong
+    folder = cb.convert(run.model_dir, str(tmp_path / "hf"), dtype="f32")
+    np.testing.assert_allclose(cb.load(folder).logits(text), scores, rtol=1e-5, atol=1e-6)
