@@ -20,13 +20,13 @@ from capibara.core import devices
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import Dataclass, UserError
 from capibara.interop import hub
+from capibara.models.api import Lora
 from capibara.strategies.rewarded import RewardedLoss
 from capibara.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from capibara.api.data import Data
     from capibara.api.language_model import LanguageModel
-    from capibara.models.api import Lora
 
 Reward = Callable[..., float]
 _ALIASES = {  # option of other libraries -> ours
@@ -52,7 +52,7 @@ def finetune(
     method: str = "lora",
     teacher: LanguageModel | str | None = None,
     eval: Data = None,
-    lora: Lora | None = None,
+    lora: Lora | int | None = None,
     rewards: Sequence[Reward] = (),
     steps: int | None = None,
     epochs: int | None = None,
@@ -76,7 +76,8 @@ def finetune(
         rewards: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
       teacher: of method "distill": the model that is learned from, as `model`.
       eval: data of evaluations; None: 3% of `data` is held out.
-      lora: the adapters; None: rank 16 on all linear layers. Those of a `Lora()` of your own are on query and value unless it says.
+      lora: the adapters, or their rank on all linear layers; None: rank 16. Those of a `Lora()` of your own are on query and
+        value unless it says.
       rewards: of methods with rewards: functions (prompt, answer, record) -> a number.
       steps, epochs: the length of the run; by default one pass over the data.
       learning_rate: the highest one; None: by the method and the model's size.
@@ -91,7 +92,7 @@ def finetune(
       UserError: the run cannot be trained as described.
     """
     chosen = _method(method)
-    _check(chosen, out, rewards, fields)
+    _check(chosen, out, lora, rewards, fields)
     devices.start(emulate)
     path, rewards = hub.local_path(stored_path(model)), tuple(_named(one) for one in rewards)
     if os.path.isdir(out) and os.path.isdir(path) and os.path.samefile(out, path):
@@ -174,7 +175,7 @@ def grpo(
 
 def _trained(
     asked: FineTuning,
-    lora: Lora | None,
+    lora: Lora | int | None,
     rewards: tuple[Reward, ...],
     fields: dict[str, Any],
     others: Sequence[Dataclass],
@@ -203,7 +204,9 @@ def _files(data: Data, out: str, name: str) -> tuple[str, ...]:
     return of_python.write_data(data, os.path.join(os.path.expanduser(out), "data"), name)
 
 
-def _check(method: Method, out: str, rewards: Sequence[Reward], fields: Iterable[str]) -> None:
+def _check(
+    method: Method, out: str, lora: Lora | int | None, rewards: Sequence[Reward], fields: Iterable[str]
+) -> None:
     """Raises UserError for options that are wrong whatever the model and the data are."""
     of_trainer = {field.name for field in dataclasses.fields(Trainer)} - {"model_dir", "steps"}
     for name in fields:
@@ -215,6 +218,8 @@ def _check(method: Method, out: str, rewards: Sequence[Reward], fields: Iterable
         raise UserError(f"out is {out!r}, must be the run folder: try out='runs/mine'")
     if os.path.exists(out) and not os.path.isdir(out):
         raise UserError(f"out ({out}) is a file, must be a folder: name another")
+    if lora is not None and (isinstance(lora, bool) or not isinstance(lora, (int, Lora))):
+        raise UserError(f"lora is {short(lora)}, must be a rank or capibara.Lora(...): try 16, or leave it out")
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
         raise UserError(f"rewards is {short(rewards)}, must be a list of functions: try rewards=[cb.numeric_answer]")
     if rewards and not method.is_rewarded:
@@ -223,12 +228,14 @@ def _check(method: Method, out: str, rewards: Sequence[Reward], fields: Iterable
 
 
 def _changed(
-    trainer: Trainer, method: Method, lora: Lora | None, rewards: tuple[Reward, ...], fields: dict[str, Any]
+    trainer: Trainer, method: Method, lora: Lora | int | None, rewards: tuple[Reward, ...], fields: dict[str, Any]
 ) -> Trainer:
     """The run with what Python code says of it."""
     if lora is not None:
         if method is Method.FULL:
             raise UserError("lora is of adapters, and method is 'full': leave one out")
+        if isinstance(lora, int):  # alpha as the method has it, twice the rank
+            lora = dataclasses.replace(trainer.model.lora, rank=lora, alpha=2.0 * lora)
         if method is Method.QLORA:  # the base's bits are what the method says
             base: dict[str, Any] = {"base_dtype": "nf4", "double_quantization": True}
             lora = dataclasses.replace(lora, **base)

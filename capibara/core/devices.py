@@ -83,10 +83,10 @@ def skip_absent_tpu() -> None:
 
     With libtpu installed (to compile for slices elsewhere) JAX would load it and query a metadata server, which takes
     seconds and prints errors. Without libtpu the platform is set to "cpu" as well, so that `start` knows that there is no
-    accelerator. A value of JAX_PLATFORMS that the user has set is kept.
+    accelerator. A platform that the user has chosen, by JAX_PLATFORMS or in Python, is kept.
     """
     others = importlib.metadata.entry_points(group="jax_plugins")
-    if not others and not os.environ.get("JAX_PLATFORMS") and not has_tpu():
+    if not others and not jax.config.values["jax_platforms"] and not has_tpu():
         jax.config.update("jax_platforms", "cpu")
 
 

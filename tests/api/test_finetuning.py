@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -231,6 +232,9 @@ def test_each_method_with_rewards_trains_adapters(folder, tmp_path, method, bind
         ({"bindings": ["TRAIN_STEPS = 3"]}, "is an option of its own: set steps in its place"),
         ({"bindings": ["MODEL = 'x'"]}, "set model in its place"),
         ({"method": "full", "lora": cb.Lora(), "steps": 1}, "lora is of adapters, and method is 'full'"),
+        ({"lora": True}, "lora is True, must be a rank or capibara.Lora(...)"),
+        ({"lora": 0, "steps": 1}, "Lora.rank is 0, must be at least 1"),
+        ({"method": "full", "lora": 4, "steps": 1}, "lora is of adapters, and method is 'full'"),
         ({"data": ["half \ud83d"]}, "lone surrogate"),
         ({"data": {"a", "b"}}, "the data is a set"),
         ({"length": 4096, "steps": 1}, "4096"),
@@ -267,6 +271,18 @@ def test_the_methods_bits_are_those_of_its_name(folder, tmp_path, monkeypatch):
     for method in ("lora", "qlora"):
         cb.finetune(f"{folder}/hf", ["a b"], str(tmp_path / method), method=method, **options)
     assert [(one.model.lora.rank, str(one.model.lora.base_dtype)) for one in seen] == [(4, "float32"), (4, "nf4")]
+
+
+def test_a_rank_changes_the_adapters_of_the_method(folder, tmp_path, monkeypatch):
+    from capibara.cli.composition import training_run
+
+    seen = []
+    monkeypatch.setattr(training_run, "train", lambda trainer, *others, **options: seen.append(trainer) or _Outcome())
+    for name, lora in (("usual", None), ("rank", 4)):
+        cb.finetune(f"{folder}/hf", ["a b"], str(tmp_path / name), method="qlora", lora=lora, steps=1, length=32)
+    usual, ranked = (one.model.lora for one in seen)
+    assert usual.targets == ("all-linear",) and str(usual.base_dtype) == "nf4"
+    assert ranked == dataclasses.replace(usual, rank=4, alpha=8.0)
 
 
 class _Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import os
 import subprocess
 import sys
 
@@ -209,3 +210,11 @@ def test_a_model_without_a_template_says_so_when_it_is_asked_to_chat(folder, tmp
     assert not model.chats and model.generate("a", max_tokens=1) is not None
     with pytest.raises(cb.UserError, match="chat"):
         model.chat("Hello")
+
+
+def test_a_machine_without_a_tpu_is_not_asked_for_one(folder):
+    """libtpu, which compiles for slices, would look for chips and print errors."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    code = f"import capibara as cb; print(cb.load({f'{folder}/hf'!r}).step)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.stdout, done.stderr) == ("None\n", "")
