@@ -95,8 +95,7 @@ def finetune(
     _check(chosen, out, lora, rewards, fields)
     devices.start(emulate)
     path, rewards = hub.local_path(stored_path(model)), tuple(_named(one) for one in rewards)
-    if os.path.isdir(out) and os.path.isdir(path) and os.path.samefile(out, path):
-        raise UserError(f"out ({out}) is the folder of the model: name a new one, such as runs/mine")
+    finetuning.check_out(out, path)  # before the data is written there
     asked = FineTuning(
         model=path, files=_files(data, out, "data"), validation_files=() if eval is None else _files(eval, out, "eval"),
         out=os.path.expanduser(out), method=chosen, teacher=None if teacher is None else stored_path(teacher), steps=steps,

@@ -249,7 +249,7 @@ def test_mistakes_are_one_line_and_leave_no_run(folder, tmp_path, change, said):
     assert not (tmp_path / "run" / "config.gin").exists()
 
 
-def test_a_folder_that_is_no_new_run_is_left_alone(folder, tmp_path):
+def test_a_folder_that_is_no_new_run_is_left_alone(folder, tmp_path, capfd):
     (tmp_path / "file").write_text("precious")
     for out, said in (
         ("", "out is ''"),
@@ -259,6 +259,9 @@ def test_a_folder_that_is_no_new_run_is_left_alone(folder, tmp_path):
         with pytest.raises(cb.UserError, match=said):
             cb.finetune(f"{folder}/hf", ["a b"], out, steps=1)
     assert (tmp_path / "file").read_text() == "precious" and not os.path.exists(f"{folder}/hf/data")
+    (tmp_path / "a.jsonl").write_text('{"text": "a b"}')
+    flags = [f"--model={folder}/hf", f"--data={tmp_path}/a.jsonl", f"--out={folder}/hf/../hf", "--steps=1"]
+    assert exits.run_verb(verb.main, flags) == 2 and "is the folder of the model" in capfd.readouterr().err
 
 
 def test_the_methods_bits_are_those_of_its_name(folder, tmp_path, monkeypatch):

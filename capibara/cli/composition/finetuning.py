@@ -217,6 +217,7 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
     """
     from capibara.models.api import DecoderConfig
 
+    check_out(asked.out, asked.model)
     model = pretrained.read(asked.model, pretrained.UNKNOWN_DTYPE)
     if not isinstance(model.model, DecoderConfig):
         raise UserError(
@@ -252,6 +253,12 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
         (_TASKS[kind], *_runs(asked.method), *asked.gin_files), (*lines, *asked.bindings), asked.search_paths
     )
     return _with_steps(asked, chosen, show)
+
+
+def check_out(out: str, model: str) -> None:
+    """Raises UserError if a run would be written into the folder of the model that it starts from."""
+    if os.path.isdir(out) and os.path.isdir(model) and os.path.samefile(out, model):
+        raise UserError(f"out ({out}) is the folder of the model: name a new one, such as runs/mine")
 
 
 def learning_rate(method: Method, model: Pretrained) -> float:
