@@ -17,12 +17,12 @@ from capibara.kernels.cross_entropy.layout import Layout, dot
 from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
 
-# Bytes of a part's float32 logits or of its gradient on a chip, whichever is larger, at most.
-_PART_BYTES = 64 * 2**20
+# Bytes of a part's float32 logits or of its gradient on a chip, whichever is larger; ids of a part of many tokens.
+_PART_BYTES, _FEWEST = 64 * 2**20, 1024
 # What a part and the gradient of the hidden states may take together to stay in a chip's vector memory (128 MiB; others
 # have 64 or less), and what the part may take of it: less is left in a whole train step than in the loss alone.
 _ON_CHIP_BYTES = {"TPU v5 lite": 104 * 2**20, "TPU v6 lite": 104 * 2**20}
-_ON_CHIP_PART_BYTES = 32 * 2**20
+_ON_CHIP_PART_BYTES, _FEWEST_ON_CHIP = 32 * 2**20, 512  # ids of a part, at least
 _LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
 _LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
 
@@ -97,7 +97,7 @@ def loss_and_gradients(
     """`by_tokens.loss_and_gradients`, for a head that has a gradient."""
     (V, D), S = head_VD.shape, layout.vocab_shards
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    size = _part_size(V // S, _part_bytes(4 * hidden_ND.size) // (4 * max(hidden_ND.shape)))
+    size = _part_size(V // S, part_ids(*hidden_ND.shape))
     parts = _Parts(_gathered(head_VD, hidden_BTD.dtype, layout), layout.head_shards, D, size, softmax)
     tokens = _Tokens(hidden_ND, targets_BT.reshape(-1).astype(jnp.int32), weights_BT.reshape(-1))
     sums, log_z_N = _sums(_look(tokens, parts, terms), tokens, V, terms, softmax.ceiling)
@@ -238,14 +238,17 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array
     return jnp.moveaxis(head_PV.reshape(-1, S, V // S), 1, 0)
 
 
-def _part_bytes(gradient_bytes: int) -> int:
-    """Bytes of a part on a chip, beside a float32 gradient of the hidden states of so many, which every part adds to.
+def part_ids(N: int, D: int) -> int:
+    """The most ids of a part, for N tokens of width D.
 
-    Parts that leave the gradient on the chip take fewer cycles than larger ones. Where parts would be too small
-    to keep the matrix unit busy they have their full size.
+    Parts that leave the float32 gradient of the hidden states, which every part adds to, on the chip take fewer cycles
+    than larger ones, unless they are too small to keep the matrix unit busy.
     """
-    left = _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - gradient_bytes
-    return min(_ON_CHIP_PART_BYTES, left) if left >= _ON_CHIP_PART_BYTES // 2 else _PART_BYTES
+    id_bytes = 4 * max(N, D)
+    left = min(_ON_CHIP_PART_BYTES, _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - 4 * N * D)
+    if left >= max(_ON_CHIP_PART_BYTES // 2, _FEWEST_ON_CHIP * id_bytes):
+        return left // id_bytes
+    return max(_PART_BYTES // id_bytes, _FEWEST)
 
 
 def _part_size(ids: int, most: int) -> int:

@@ -16,7 +16,9 @@ from capibara.kernels.cross_entropy import by_tokens, by_vocabulary
 from capibara.kernels.cross_entropy.layout import Layout, layout_of, on_shards, specs
 from capibara.kernels.cross_entropy.terms import LossSums, Softmax, Terms
 
-# On a TPU a float32 head gradient of at least so many bytes on a device is computed by parts of the vocabulary.
+# On a TPU blocks of tokens are faster only for a small vocabulary of wide states (`by_vocabulary_on`): ids of a device, and
+# the states' width; and not if a float32 head gradient on a device has at least so many bytes.
+_SMALL_VOCABULARY, _SMALL_WIDTH = 40_000, 1024
 _LARGE_GRADIENT_BYTES = 768 * 2**20
 
 
@@ -80,34 +82,42 @@ def token_log_probabilities(
     return _log_probabilities(hidden_BTD, head_VD, targets_BT, layout, Softmax(soft_cap, temperature, usable))
 
 
-def by_vocabulary_on(platform: str, gradient_bytes: float, head_shards: int) -> bool:
+def by_vocabulary_on(platform: str, vocabulary: float, width: int) -> bool:
     """Whether gradients are made by parts of the vocabulary, not by blocks of tokens.
 
-    The parts compute the logits twice (a third more of the head's FLOPs) but never hold its whole gradient. On a TPU a
-    large gradient costs more than that, since every block reads and writes it. Compiled gradients of a loss on v5e-64
-    (fsdp=64), with rows of 2048 a chip:
+    The parts compute the logits twice (a third more of the head's FLOPs) but never hold its whole gradient, which every
+    block of tokens reads and writes. The larger the vocabulary, the fewer tokens a block has, and the more often that is.
+    Compiled gradients of a loss, collectives excluded (libtpu 0.0.42.1, 29 November 2026):
 
-    | vocabulary, width, rows | by blocks of tokens | by parts of the vocabulary |
-    |---|---|---|
-    | 32,000, 2048, 12 | 0.93 GiB, 0.076 s | 0.51 GiB, 0.087 s |
-    | 256,000, 2304, 1 | 3.40 GiB, 0.124 s | 1.33 GiB, 0.065 s |
-    | 256,000, 2304, 8 | 4.87 GiB, 1.075 s | 1.61 GiB, 0.446 s |
-    | 262,208, 2560, 8 | 5.24 GiB, 2.081 s | 1.71 GiB, 0.501 s |
+    | slice (fsdp) | vocabulary, width | tokens a chip | by blocks of tokens | by parts of the vocabulary |
+    |---|---|---|---|---|
+    | v5e-64 | 32,000, 4096 | 8,192 | 47.5 ms, 1.28 GiB | 58.4 ms, 0.37 GiB |
+    | v6e-64 | 32,000, 4096 | 16,384 | 38.8 ms, 1.35 GiB | 40.0 ms, 0.49 GiB |
+    | v6e-64 | 32,000, 2048 | 16,384 | 18.0 ms, 0.92 GiB | 21.1 ms, 0.25 GiB |
+    | v6e-4 | 32,000, 768 | 32,768 | 18.5 ms, 0.38 GiB | 16.5 ms, 0.14 GiB |
+    | v5e-4 | 49,152, 576 | 32,768 | 67.5 ms, 0.40 GiB | 58.1 ms, 0.15 GiB |
+    | v6e-4 | 49,152, 960 | 16,384 | 17.8 ms, 0.63 GiB | 12.8 ms, 0.13 GiB |
+    | v6e-64 | 50,304, 2048 | 16,384 | 31.4 ms, 1.02 GiB | 25.8 ms, 0.32 GiB |
+    | v5e-64 | 100,352, 4096 | 2,048 | 76.3 ms, 1.56 GiB | 39.6 ms, 0.79 GiB |
+    | v5e-4 | 128,256, 2048 | 16,384 | 264 ms, 1.78 GiB | 216 ms, 0.86 GiB |
+    | v6e-64 | 128,256, 4096 | 16,384 | 211 ms, 3.55 GiB | 144 ms, 1.23 GiB |
+    | v5e-1 | 151,936, 1024 | 16,384 | 295 ms, 0.90 GiB | 136 ms, 0.58 GiB |
+    | v6e-64 | 151,936, 2048 | 16,384 | 221 ms, 2.09 GiB | 77.2 ms, 0.73 GiB |
 
-    A CPU's caches favour blocks of tokens, and on one device the gradient is whole in any case.
+    A CPU's caches favour blocks of tokens.
 
     Args:
       platform: as sharding.platform() returns it.
-      gradient_bytes: size of the head's float32 gradient, for all of D and a device's part of the vocabulary.
-      head_shards: the number of devices that the head's D is sharded over.
+      vocabulary: ids on a device.
+      width: all of D.
     """
-    return platform == "tpu" and head_shards > 1 and gradient_bytes >= _LARGE_GRADIENT_BYTES
+    small = vocabulary < _SMALL_VOCABULARY and width > _SMALL_WIDTH and 4 * vocabulary * width < _LARGE_GRADIENT_BYTES
+    return platform == "tpu" and not small
 
 
-def _form(head_VD: jax.Array, layout: Layout) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
+def _form(head_VD: jax.Array, layout: Layout, width: int) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
     """The function that computes the loss and its gradients."""
-    gradient_bytes = 4 * head_VD.size / layout.vocab_shards
-    if layout.trains_head and by_vocabulary_on(sharding.platform(), gradient_bytes, layout.head_shards):
+    if layout.trains_head and by_vocabulary_on(sharding.platform(), len(head_VD) / layout.vocab_shards, width):
         return by_vocabulary.loss_and_gradients
     return by_tokens.loss_and_gradients
 
@@ -148,7 +158,7 @@ def _loss_forward(
     terms: Terms,
     softmax: Softmax,
 ) -> tuple[tuple[jax.Array, jax.Array], _Gradients]:
-    form = _form(head_VD, layout)
+    form = _form(head_VD, layout, hidden_BTD.shape[-1])
 
     def local(
         hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array

@@ -12,6 +12,7 @@ import math
 import jax
 
 from capibara.core import projections
+from capibara.kernels.cross_entropy import by_vocabulary
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
 from capibara.models.api import paged
 from capibara.planner.model.choice import Choice
@@ -22,8 +23,7 @@ from capibara.sharding import Remat, RematPolicy
 _LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
 _FROZEN_HEAD_LOGITS = 2.0  # blocks of logits and derived arrays, if the head has no gradient
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
-_PART_BYTES = 64 * 2**20  # logits of a part of the vocabulary in kernels/cross_entropy/by_vocabulary.py
-_PARTS = 2.0  # parts of logits and derived arrays
+_PARTS = 2.0  # parts of logits and derived arrays in kernels/cross_entropy/by_vocabulary.py
 
 _LANES = 128  # of a TPU's vector registers
 # How many arrays of each size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Beside
@@ -340,9 +340,10 @@ def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     V, D = c.vocab_size / mesh["tensor"], c.embed_dim
     block = min(_LOGITS_BYTES, n * V * 4 / _FEWEST_BLOCKS)
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
-    if work.model.trains_head and D % shards == 0 and by_vocabulary_on("tpu", 4 * V * D, shards):
+    if work.model.trains_head and D % shards == 0 and by_vocabulary_on("tpu", V, D):
         padded = math.ceil(D / shards / _SUBLANES) * _SUBLANES * shards
-        return V * padded * size + V * D * 4 / shards + _PARTS * _PART_BYTES + n * D * (2 * size + 4)
+        part = 4 * max(n, D) * min(V, by_vocabulary.part_ids(math.ceil(n), D))
+        return V * padded * size + V * D * 4 / shards + _PARTS * part + n * D * (2 * size + 4)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
     logits = order.logits

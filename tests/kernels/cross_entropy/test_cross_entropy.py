@@ -26,6 +26,7 @@ def form(request, monkeypatch):
     if "part" in request.param:
         monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
         monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 24 * {1: V, 5: 9, 2: 18}[count])
+        monkeypatch.setattr(by_vocabulary, "_FEWEST", 1)
         monkeypatch.setattr(by_vocabulary, "_LANES", 16 if "rest" in request.param else 4)
     return request.param
 
@@ -144,6 +145,7 @@ def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, length,
     if reduced_bytes is None:
         monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
         monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
+        monkeypatch.setattr(by_vocabulary, "_FEWEST", 1)
         monkeypatch.setattr(by_vocabulary, "_LANES", 4)
         monkeypatch.setattr(by_vocabulary, "_SUBLANES", {"cpu": 12})
     rng = np.random.default_rng(0)
@@ -167,19 +169,43 @@ def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, length,
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_only_a_tpu_that_shares_out_a_large_head_takes_parts_of_the_vocabulary():
-    large, small = 4 * 256_000 * 2304, 4 * 32_000 * 4096
-    assert dispatch.by_vocabulary_on("tpu", large, 64)
-    assert not dispatch.by_vocabulary_on("tpu", small, 64) and not dispatch.by_vocabulary_on("tpu", large, 1)
-    assert not dispatch.by_vocabulary_on("cpu", large, 64) and not dispatch.by_vocabulary_on("gpu", large, 64)
+@pytest.mark.parametrize(
+    ("vocabulary", "width", "parts"),
+    [
+        (32_000, 4096, False),
+        (32_000, 768, True),
+        (32_000, 1025, False),
+        (50_304, 2048, True),
+        (39_999, 4096, False),
+        (40_000, 4096, True),
+        (32_064, 8192, True),  # a quarter of 128,256: a gradient of 1 GiB
+        (24_576, 8192, True),
+        (24_575, 8192, False),
+    ],
+)
+def test_a_tpu_takes_parts_of_all_but_a_small_vocabulary_of_wide_states(vocabulary, width, parts):
+    assert dispatch.by_vocabulary_on("tpu", vocabulary, width) is parts
+    assert not dispatch.by_vocabulary_on("cpu", vocabulary, width)
+    assert not dispatch.by_vocabulary_on("gpu", vocabulary, width)
 
 
-@pytest.mark.parametrize("gradient, part", [(20, 32), (40, 32), (72, 32), (80, 24), (88, 16), (89, 64), (160, 64)])
-def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(monkeypatch, gradient, part):
-    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5p")  # 64 MiB hold neither
-    assert by_vocabulary._part_bytes(gradient * 2**20) == 64 * 2**20
+@pytest.mark.parametrize(
+    ("tokens", "width", "ids"),
+    [
+        (8192, 640, 1024),  # 20 MiB of gradient: a part of 32 MiB
+        (16384, 1152, 512),  # 72
+        (8192, 2560, 768),  # 80: 24 are left
+        (8192, 2848, 2048),  # 89: too few are left, so a part of 64 MiB
+        (32768, 576, 1024),  # 72: 32 MiB would be 256 ids, and 64 MiB 512
+        (16384, 4096, 1024),
+        (2048, 8192, 1024),  # the width counts where it is the larger side
+    ],
+)
+def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(monkeypatch, tokens, width, ids):
     monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5 lite")
-    assert by_vocabulary._part_bytes(gradient * 2**20) == part * 2**20
+    assert by_vocabulary.part_ids(tokens, width) == ids
+    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5p")  # 64 MiB hold neither
+    assert by_vocabulary.part_ids(tokens, width) == max(1024, 64 * 2**20 // 4 // max(tokens, width))
 
 
 @pytest.mark.parametrize(
@@ -190,19 +216,20 @@ def test_parts_divide_all_ids_where_one_nearly_fits(ids, most, size):
     assert by_vocabulary._part_size(ids, most) == size
 
 
-def test_that_gradient_is_float32_of_all_tokens(monkeypatch):
+def test_parts_are_for_all_tokens(monkeypatch):
     asked = []
     monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-    monkeypatch.setattr(by_vocabulary, "_part_bytes", lambda gradient: asked.append(gradient) or 4 * 24 * V)
+    monkeypatch.setattr(by_vocabulary, "part_ids", lambda *sizes: asked.append(sizes) or V)
     hidden, head, targets, weights = case(jnp.bfloat16)
     jax.eval_shape(jax.grad(lambda hidden: dispatch.cross_entropy(hidden, head, targets, weights)[0]), hidden)
-    assert asked == [4 * 24 * D]
+    assert asked == [(24, D)]
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0, 200.0])
 def test_parts_of_a_sharded_vocabulary_have_all_terms(soft_cap, monkeypatch):
     monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
     monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
+    monkeypatch.setattr(by_vocabulary, "_FEWEST", 1)
     monkeypatch.setattr(by_vocabulary, "_LANES", 4)
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 8, 32), (40, 32)))
