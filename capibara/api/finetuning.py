@@ -203,9 +203,7 @@ def _files(data: Data, out: str, name: str) -> tuple[str, ...]:
     return of_python.write_data(data, os.path.join(os.path.expanduser(out), "data"), name)
 
 
-def _check(
-    method: Method, out: str, lora: Lora | int | None, rewards: Sequence[Reward], fields: Iterable[str]
-) -> None:
+def _check(method: Method, out: str, lora: Lora | int | None, rewards: Sequence[Reward], fields: Iterable[str]) -> None:
     """Raises UserError for options that are wrong whatever the model and the data are."""
     of_trainer = {field.name for field in dataclasses.fields(Trainer)} - {"model_dir", "steps"}
     for name in fields:

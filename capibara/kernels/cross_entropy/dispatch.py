@@ -115,7 +115,9 @@ def by_vocabulary_on(platform: str, vocabulary: float, width: int) -> bool:
     return platform == "tpu" and not small
 
 
-def _form(head_VD: jax.Array, layout: Layout, width: int) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
+def _form(
+    head_VD: jax.Array, layout: Layout, width: int
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array | None]]:
     """The function that computes the loss and its gradients."""
     if layout.trains_head and by_vocabulary_on(sharding.platform(), len(head_VD) / layout.vocab_shards, width):
         return by_vocabulary.loss_and_gradients
