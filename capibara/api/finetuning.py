@@ -232,7 +232,9 @@ def _changed(
         if method is Method.FULL:
             raise UserError("lora is of adapters, and method is 'full': leave one out")
         if isinstance(lora, int):  # alpha as the method has it, twice the rank
-            lora = dataclasses.replace(trainer.model.lora, rank=lora, alpha=2.0 * lora)
+            usual = trainer.model.lora
+            assert isinstance(usual, Lora), "the method's adapters"
+            lora = dataclasses.replace(usual, rank=lora, alpha=2.0 * lora)
         if method is Method.QLORA:  # the base's bits are what the method says
             base: dict[str, Any] = {"base_dtype": "nf4", "double_quantization": True}
             lora = dataclasses.replace(lora, **base)
