@@ -178,7 +178,6 @@ class Published:
       kept: results of a layer that are not made again (they had them in the host's memory); none: full remat.
       seconds: of a step; of the v5e rows from their TFLOP/s a chip, which count 6 x parameters, both embedding tables
         included, and the causal half of attention.
-      use: "calibrate" or "test" as marked beside the figures that the project started from; "more": found since.
     """
 
     sizes: dict[str, Any]
@@ -189,7 +188,6 @@ class Published:
     kept: tuple[str, ...]
     seconds: float | None = None
     tflops: float | None = None
-    use: str = "more"
 
 
 def _decoder(embed: int, layers: int, heads: int, kv: int, mlp: int, vocab: int, **more) -> dict[str, Any]:
@@ -217,19 +215,17 @@ _V5E_TFLOPS = {
     "64B": (118, 112, 110, 108, 105, 99),
     "128B": (110, 110, 108, 104, 100, 91),
 }
-_V5E_USE = {("16B", 1): "calibrate", ("64B", 16): "calibrate", ("16B", 8): "test", ("64B", 1): "test"}
 _QKVO = (*QKV, "attention_out")
 # v6e: github.com/AI-Hypercomputer/tpu-recipes, training/trillium, logs in the README of each; v5e: the table in MaxText's
 # README with MaxText/configs/v5e/*.sh (of 128B's remat no definition was found: full is assumed).
 TIME = {
-    "Llama 3.1 8B v6e-256": Published(_8B, "v6e-256", {"fsdp": 256}, 4, 8192, _QKVO, 4.546, use="calibrate"),
-    "Llama 2 70B v6e-256": Published(_70B | {"vocab_size": 32_000}, "v6e-256", {"fsdp": 256}, 2, 4096, QKV, 9.052, use="test"),
-    "Mixtral 8x7B v6e-256": Published(_7B | {"experts": 8}, "v6e-256", {"fsdp": 256}, 12, 4096, _QKVO, 13.484, use="calibrate"),
+    "Llama 3.1 8B v6e-256": Published(_8B, "v6e-256", {"fsdp": 256}, 4, 8192, _QKVO, 4.546),
+    "Llama 2 70B v6e-256": Published(_70B | {"vocab_size": 32_000}, "v6e-256", {"fsdp": 256}, 2, 4096, QKV, 9.052),
+    "Mixtral 8x7B v6e-256": Published(_7B | {"experts": 8}, "v6e-256", {"fsdp": 256}, 12, 4096, _QKVO, 13.484),
     "Mixtral 8x22B v6e-256": Published(
         _decoder(6144, 56, 48, 8, 16384, 32_768, experts=8), "v6e-256", {"fsdp": 64, "expert": 4}, 8, 4096, _QKVO, 24.706,
-        use="test",
     ),  # fmt: skip
-    "Mistral 7B v6e-8": Published(_7B, "v6e-8", {"fsdp": 8}, 6, 8192, _QKVO, 6.320, use="test"),
+    "Mistral 7B v6e-8": Published(_7B, "v6e-8", {"fsdp": 8}, 6, 8192, _QKVO, 6.320),
     **{
         f"Llama 3.1 8B v6e-{n}": Published(_8B, f"v6e-{n}", {"fsdp": n}, rows, 8192, _QKVO, seconds)
         for n, rows, seconds in ((8, 3, 3.443), (16, 3, 3.393), (32, 3, 3.495), (64, 5, 5.652), (128, 4, 4.602))
@@ -249,12 +245,27 @@ TIME = {
     **{
         f"{name} {n} x v5e-256": Published(
             sizes, "v5e-256" if n == 1 else f"{n}xv5e-256", mesh | {"data": n}, rows, 2048, (), tflops=tflops,
-            use=_V5E_USE.get((name, n), "more"),
         )
         for name, (sizes, rows, mesh) in _V5E.items()
         for n, tflops in zip((1, 2, 4, 8, 16, 32), _V5E_TFLOPS[name])
     },
 }  # fmt: skip
+
+
+# The rows that the constants of planner/model/cost.py were fitted to (benchmarks/time_model.py); the others are the test.
+FITTED = (
+    "Llama 3.1 8B v6e-256",
+    "Llama 3.1 8B v6e-8",
+    "Llama 3.1 70B v6e-64",
+    "Llama 3.1 405B 2xv6e-256",
+    "Mixtral 8x7B v6e-256",
+    "Mixtral 8x22B v6e-256",
+    "Gemma 3 12B v6e-256",
+    "16B 1 x v5e-256",
+    "32B 1 x v5e-256",
+    "64B 16 x v5e-256",
+    "128B 1 x v5e-256",
+)
 
 
 @dataclasses.dataclass
@@ -415,12 +426,12 @@ def time_(options: argparse.Namespace) -> dict[str, Any]:
     print(f"{'':28}{'published, s':>13}{'predicted, s':>13}{'error':>8}")
     for name, row in TIME.items():
         seconds, cost = published(row)
-        results[name] = {"published_s": seconds, "predicted_s": cost.step_s, "use": row.use}
-        error = results[name]["error"] = cost.step_s / seconds - 1
-        print(f"{name:28}{seconds:13.3f}{cost.step_s:13.3f}{error:8.1%}  {row.use}")
-    for use in ("calibrate", "test", "more"):
-        errors = [abs(r["error"]) for r in results.values() if r["use"] == use]
-        print(f"{use}: {len(errors)} rows, median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+        error = cost.step_s / seconds - 1
+        results[name] = {"published_s": seconds, "predicted_s": cost.step_s, "fitted": name in FITTED, "error": error}
+        print(f"{name:28}{seconds:13.3f}{cost.step_s:13.3f}{error:8.1%}  {'fitted' if name in FITTED else ''}")
+    for fitted, text in ((True, "fitted"), (False, "others")):
+        errors = [abs(r["error"]) for r in results.values() if r["fitted"] is fitted]
+        print(f"{text}: {len(errors)} rows, median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     return results
 
 

@@ -1,21 +1,32 @@
 """Predicted step times against published ones, which check the assumed efficiencies of chips."""
 
+import argparse
 import importlib.util
 import pathlib
+import statistics
 import sys
 
 import pytest
 
-FILE = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "planner.py"
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("of_published_times", FILE)
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    yield from loaded("planner")
+
+
+@pytest.fixture(scope="module")
+def time_model(benchmark):
+    yield from loaded("time_model")
 
 
 def test_predictions_are_near_published_times(benchmark):
@@ -23,7 +34,14 @@ def test_predictions_are_near_published_times(benchmark):
     errors = {}
     for name, row in benchmark.TIME.items():
         seconds, predicted = benchmark.published(row)
-        errors[row.use, name] = predicted.step_s / seconds - 1
-    fitted = {name: error for (use, name), error in errors.items() if use == "calibrate"}
-    assert len(fitted) == 4 and max(map(abs, fitted.values())) < 0.01, fitted
-    assert max(map(abs, errors.values())) < 0.3, errors
+        errors[name] = abs(predicted.step_s / seconds - 1)
+    others = [error for name, error in errors.items() if name not in benchmark.FITTED]
+    assert len(others) == len(errors) - len(benchmark.FITTED) == 31
+    assert statistics.median(others) < 0.05 and max(errors.values()) < 0.15, errors
+
+
+def test_predictions_are_near_the_compilers_cycles_of_small_models(time_model):
+    """Kernels and collectives left out; recorded, so that nothing is compiled here."""
+    found = time_model.cycles(argparse.Namespace(points=None, compile=False))
+    errors = {name: abs(result["error"]) for name, result in found.items()}
+    assert len(errors) >= 7 and statistics.median(errors.values()) < 0.05 and max(errors.values()) < 0.15, errors

@@ -19,9 +19,10 @@ from capibara.kernels.matmul.transposition import transposed
 
 # Bytes of a part's float32 logits or of its gradient on a chip, whichever is larger; ids of a part of many tokens.
 _PART_BYTES, _FEWEST = 64 * 2**20, 1024
-# What a part and the gradient of the hidden states may take together to stay in a chip's vector memory (128 MiB; others
-# have 64 or less), and what the part may take of it: less is left in a whole train step than in the loss alone.
-_ON_CHIP_BYTES = {"TPU v5 lite": 104 * 2**20, "TPU v6 lite": 104 * 2**20}
+_PART_BYTES_OF = {"TPU v6 lite": 128 * 2**20}  # whose matrix units are four times as large
+# What a part and the gradient of the hidden states may take together to stay in a chip's vector memory (128 MiB), and what
+# the part may take of it: less is left in a whole train step than in the loss alone. A v6e gains nothing by it.
+_ON_CHIP_BYTES = {"TPU v5 lite": 104 * 2**20}
 _ON_CHIP_PART_BYTES, _FEWEST_ON_CHIP = 32 * 2**20, 512  # ids of a part, at least
 _LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
 _LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
@@ -242,13 +243,25 @@ def part_ids(N: int, D: int) -> int:
     """The most ids of a part, for N tokens of width D.
 
     Parts that leave the float32 gradient of the hidden states, which every part adds to, on the chip take fewer cycles
-    than larger ones, unless they are too small to keep the matrix unit busy.
+    than larger ones, unless they are too small to keep the matrix unit busy. Compiled losses, in ms, by MiB of a part
+    (libtpu 0.0.42.1, 29 November 2026):
+
+    | chip | vocabulary, width, tokens | 32 | 64 | 128 | 256 |
+    |---|---|---|---|---|---|
+    | v5e | 49,152, 576, 32,768 | 82.9 | 58.6 | 58.1 | 52.7 |
+    | v5e | 128,256, 2048, 16,384 | | 216 | 258 | 255 |
+    | v5e | 151,936, 1024, 16,384 | 141 | | 135 | 142 |
+    | v6e | 128,256, 4096, 16,384 | 237 | 144 | 151 | 132 |
+    | v6e | 151,936, 1024, 16,384 | 55.4 | 42.9 | 39.4 | |
+    | v6e | 151,936, 2048, 16,384 | | 77.2 | 76.3 | 86.4 |
+    | v6e | 151,936, 4096, 4,096 | 45.2 | 38.1 | 39.3 | |
+    | v6e | 262,144, 1152, 16,384 | 112 | 82.0 | 73.7 | 81.1 |
     """
     id_bytes = 4 * max(N, D)
     left = min(_ON_CHIP_PART_BYTES, _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - 4 * N * D)
     if left >= max(_ON_CHIP_PART_BYTES // 2, _FEWEST_ON_CHIP * id_bytes):
         return left // id_bytes
-    return max(_PART_BYTES // id_bytes, _FEWEST)
+    return max(_PART_BYTES_OF.get(sharding.device_kind(), _PART_BYTES) // id_bytes, _FEWEST)
 
 
 def _part_size(ids: int, most: int) -> int:

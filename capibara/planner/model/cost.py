@@ -1,7 +1,8 @@
 """Predicts the time of a train step on a slice by roofline, from FLOPs, bytes of HBM and bytes over links.
 
-Nothing here is measured. Compute runs at a stated share of the peak, HBM and links at their listed bandwidth. No
-traffic over links is assumed to be hidden: published steps take as long as compute and collectives one after the other,
+Nothing here is measured. Compute runs at a stated share of the peak, HBM and links at their listed bandwidth. What a
+compiled step does one after the other is added: products, then the element-wise work between them. Gathers of weights
+are not assumed to be hidden either: published steps take as long as compute and collectives one after the other,
 although XLA starts most gathers early (`EXPOSED`).
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from capibara.core import projections
+from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
 from capibara.planner.hardware import network
 from capibara.planner.hardware.network import Layout
 from capibara.planner.hardware.slices import Slice
@@ -20,22 +22,27 @@ from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
 from capibara.sharding import Remat
 
-# Shares of the peak FLOP/s that matmuls reach, and of that those of experts (smaller, padded, with dispatch). Fitted,
-# with network.DCN_REACHED, to four published rows of MaxText, one each: 16 B on v5e-256, Llama 3.1 8B on v6e-256,
-# Mixtral 8x7B on v6e-256, 64 B on 16 x v5e-256 (benchmarks/planner.py; its other rows were not fitted). Chips without a
-# row have the share of the most similar chip.
+# The constants down to _ACTIVATIONS_EXPOSED were fitted together on 29 November 2026 (`benchmarks/time_model.py fit`) to eleven
+# published rows of MaxText on v5e and v6e and to the compiler's cycles of seven steps of small models (libtpu 0.0.42.1);
+# the other rows were not fitted. Shares of the peak FLOP/s that products reach; chips without a row have the share of the
+# most similar chip.
 _MATMUL = {
-    "v4": 0.636,
-    "v5e": 0.857,
-    "v5p": 0.636,
-    "v6e": 0.636,
-    "tpu7x": 0.636,
+    "v4": 0.70,
+    "v5e": 0.95,
+    "v5p": 0.70,
+    "v6e": 0.70,
+    "tpu7x": 0.70,
     "h100": 0.60,
     "h200": 0.60,
     "cpu": 0.70,
 }
-_EXPERTS = 0.79
-_ATTENTION = 0.45  # relative to _MATMUL; attention kernels run the softmax on the vector units
+_ATTENTION = 0.5  # of the peak: attention kernels run the softmax on the vector units
+# Element-wise work of a layer (norms, rotations, activations, sums, casts, copies between layouts), as passes of its
+# tokens over HBM at the listed bandwidth, with full remat: of the residual stream, and of queries, keys, values and
+# results in whole lanes; for each expert of a token those of gathers and sums.
+_RESIDUAL_PASSES, _HEAD_PASSES, _EXPERT_PASSES = 157.0, 7.5, 43.0
+_LANES = 128
+_ACTIVATIONS_EXPOSED = 0.5  # share of the time of activations' collectives that adds to the step
 # Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
 _IMBALANCE = 1.1
 _QUANTIZED = {"int8": "int8", "fp8": "float8"}  # quantization -> dtype of chips.py
@@ -83,6 +90,7 @@ class Collective:
       bytes: per device and step, of the larger side.
       seconds: at the links' bandwidth.
       overlaps: whether compute could overlap it.
+      exposed: the share of a blocking one's seconds that adds to the step.
     """
 
     name: str
@@ -91,6 +99,7 @@ class Collective:
     bytes: float
     seconds: float
     overlaps: bool
+    exposed: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +108,12 @@ class Cost:
 
     Attributes:
       compute_s: matmuls and attention, each at its dtype's rate and the stated efficiency.
+      elementwise_s: what runs between them on the vector units; adds to compute_s.
       hbm_s: HBM traffic at its bandwidth.
       host_s: activations offloaded to the host's memory and back, over PCIe.
       update_s: the optimizer's update, which is HBM traffic only.
       links_s: collectives that could overlap with compute, of which the share EXPOSED counts.
-      blocking_s: collectives that cannot.
+      blocking_s: the exposed share of collectives that cannot.
       bubble: share of a pipeline's time in which a stage is idle.
       imbalance: tokens of the busiest group of experts over the mean; included in compute_s.
       peak_flops: FLOP/s of one device in the dtype of its weight products.
@@ -115,6 +125,7 @@ class Cost:
     """
 
     compute_s: float
+    elementwise_s: float
     hbm_s: float
     host_s: float
     update_s: float
@@ -131,14 +142,21 @@ class Cost:
 
     @property
     def step_s(self) -> float:
-        busy = max(self.compute_s, self.hbm_s, self.host_s) + EXPOSED * self.links_s + self.blocking_s
+        busy = (
+            max(self.compute_s + self.elementwise_s, self.hbm_s, self.host_s) + EXPOSED * self.links_s + self.blocking_s
+        )
         return busy / (1 - self.bubble) + self.update_s
 
     @property
     def bound(self) -> str:
         """What limits the step."""
         links = EXPOSED * self.links_s + self.blocking_s
-        parts = {"compute": self.compute_s, "HBM": self.hbm_s, "PCIe": self.host_s, "ICI": links}
+        parts = {
+            "compute": self.compute_s,
+            "HBM": max(self.hbm_s, self.elementwise_s),
+            "PCIe": self.host_s,
+            "ICI": links,
+        }
         return "bubble" if self.bubble > 0.2 else max(parts, key=parts.__getitem__)
 
     @property
@@ -180,11 +198,12 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     collectives = tuple(_collectives(work, choice, layout))
     return Cost(
         compute_s=sum(part.seconds for part in compute(work, choice, slice_, flops)),
+        elementwise_s=elementwise_bytes(work, choice) / chip.device_hbm_bytes_per_s,
         hbm_s=layers_bytes / bandwidth,
         host_s=2 * choice.accumulation * host / chip.device_pcie_bytes_per_s,
         update_s=update_bytes / bandwidth,
         links_s=sum(c.seconds for c in collectives if c.overlaps),
-        blocking_s=sum(c.seconds for c in collectives if not c.overlaps),
+        blocking_s=sum(c.exposed * c.seconds for c in collectives if not c.overlaps),
         bubble=bubble(choice),
         imbalance=imbalance(work, choice),
         peak_flops=_weights_peak(work, slice_),
@@ -225,8 +244,8 @@ def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tupl
     dense = flops.forward + flops.backward + flops.recompute - flops.experts
     parts = (
         Compute("layers", dense, share, _weights_peak(work, slice_)),
-        Compute("experts", imbalance(work, choice) * flops.experts, share * _EXPERTS, full),
-        Compute("attention", flops.attention, share * _ATTENTION, full),
+        Compute("experts", imbalance(work, choice) * flops.experts, share, full),
+        Compute("attention", flops.attention, _ATTENTION, full),
         Compute("head", flops.head, share, full),
     )
     return tuple(part for part in parts if part.flops)
@@ -270,10 +289,43 @@ def step_flops(work: Workload, choice: Choice) -> Flops:
         backward=(1 + by_weights) * forward / devices,
         recompute=again * forward / devices,
         attention=attention * (1 + _ATTENTION_BACKWARD + attention_again) / devices,
-        head=(2 + work.model.trains_head) * head / devices,
+        head=head_passes(work, choice) * head / devices,
         experts=experts * (2 + by_weights + again) / devices,
         model=work.model_flops_per_token * choice.tokens(work) / devices,
     )
+
+
+def head_passes(work: Workload, choice: Choice) -> int:
+    """Products of the head: logits and their gradients; parts of the vocabulary make the logits twice."""
+    return 2 + work.model.trains_head + _by_vocabulary(work, choice)
+
+
+def _by_vocabulary(work: Workload, choice: Choice) -> bool:
+    ids = work.config.vocab_size / choice.mesh["tensor"]
+    return work.model.trains_head and by_vocabulary_on("tpu", ids, work.config.embed_dim)
+
+
+def elementwise_bytes(work: Workload, choice: Choice) -> float:
+    """HBM bytes per device and step that take as long as the element-wise work of layers and loss."""
+    c, mesh, size = work.config, choice.mesh, work.compute_bytes
+    # Of the two units of the backward pass and one of each forward pass, full remat has four.
+    passes = (3 + (choice.remat.kind is not Remat.NONE)) / 4
+    residual = (_RESIDUAL_PASSES + _EXPERT_PASSES * (0 if c.moe is None else c.moe.top_k)) * c.embed_dim
+    lanes = -(-c.head_size // _LANES) * _LANES
+    heads = _HEAD_PASSES * (2 * c.num_heads + 2 * c.kv_heads) * lanes
+    total = 0.0
+    for stack in work.stacks:
+        tokens = choice.rows * stack.length / mesh["context"] * choice.accumulation / mesh["stage"]
+        width = residual + heads * len(stack.attentions)
+        total += passes * tokens * stack.layers * width / mesh["tensor"] * size
+    if _by_vocabulary(work, choice) or not work.model.trains_head:
+        return total
+    # Blocks of tokens: each reads and writes the head's float32 gradient, and its logits go through HBM five times.
+    tokens = choice.rows * work.length / mesh["context"] / mesh["stage"]
+    logits = tokens * c.vocab_size / mesh["tensor"] * 4
+    blocks = max(1.0, logits / min(memory.LOGITS_BYTES, logits / memory.FEWEST_BLOCKS))
+    gradient = 8.0 * c.vocab_size / mesh["tensor"] * c.embed_dim
+    return total + choice.accumulation * (blocks * gradient + 5 * logits) / HBM_REACHED
 
 
 def _expert_flops(work: Workload, stack: Stack) -> float:
@@ -394,14 +446,14 @@ def _activation_collectives(work: Workload, choice: Choice, layout: Layout) -> I
             count = layers * 2 * (len(stack.attentions) + 1) * passes
             yield Collective(
                 f"activations of the {stack.name}", "all-gather", ("tensor",), count * amount,
-                count * layout.gather_s(amount, ["tensor"]), False,
+                count * layout.gather_s(amount, ["tensor"]), False, _ACTIVATIONS_EXPOSED,
             )  # fmt: skip
         if mesh["context"] > 1:
             amount = 2 * choice.rows * stack.length * c.kv_heads * c.head_size / mesh["tensor"] * size
             count = layers * len(stack.attentions) * passes
             yield Collective(
                 f"keys and values of the {stack.name}", "all-gather", ("context",), count * amount,
-                count * layout.gather_s(amount, ["context"]), False,
+                count * layout.gather_s(amount, ["context"]), False, _ACTIVATIONS_EXPOSED,
             )  # fmt: skip
         if mesh["expert"] > 1 and stack.expert_weights.parts and c.moe is not None:
             slack = c.moe.capacity_factor if str(c.moe.dispatch) == "capacity" else 1.0
@@ -409,14 +461,14 @@ def _activation_collectives(work: Workload, choice: Choice, layout: Layout) -> I
             count = layers * 2 * passes
             yield Collective(
                 f"tokens to experts of the {stack.name}", "all-to-all", ("expert",), count * amount,
-                count * layout.exchange_s(amount, ["expert"]), False,
+                count * layout.exchange_s(amount, ["expert"]), False, _ACTIVATIONS_EXPOSED,
             )  # fmt: skip
         if mesh["stage"] > 1:
             amount = rows / choice.pipeline_microbatches * c.embed_dim / mesh["tensor"] * size
             count = 2 * micro * (choice.pipeline_microbatches + mesh["stage"] - 1)
             yield Collective(
                 f"activations between stages of the {stack.name}", "permute", ("stage",), count * amount,
-                count * layout.pass_on_s(amount, "stage"), False,
+                count * layout.pass_on_s(amount, "stage"), False, _ACTIVATIONS_EXPOSED,
             )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from capibara.planner.model.workload import Stack, Workload
 from capibara.sharding import Remat, RematPolicy
 
 # Logits of one block in kernels/cross_entropy/by_tokens.py on TPU: at most this many bytes, at least this many blocks.
-_LOGITS_BYTES, _FEWEST_BLOCKS = 256 * 2**20, 4
+LOGITS_BYTES, FEWEST_BLOCKS = 256 * 2**20, 4
 _FROZEN_HEAD_LOGITS = 2.0  # blocks of logits and derived arrays, if the head has no gradient
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 _PARTS = 2.0  # parts of logits and derived arrays in kernels/cross_entropy/by_vocabulary.py
@@ -338,9 +338,10 @@ def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     n = choice.rows * work.length / mesh["context"] / mesh["stage"]
     V, D = c.vocab_size / mesh["tensor"], c.embed_dim
-    block = min(_LOGITS_BYTES, n * V * 4 / _FEWEST_BLOCKS)
+    block = min(LOGITS_BYTES, n * V * 4 / FEWEST_BLOCKS)
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
-    if work.model.trains_head and D % shards == 0 and by_vocabulary_on("tpu", V, D):
+    if work.model.trains_head and by_vocabulary_on("tpu", V, D):
+        shards = shards if D % shards == 0 else 1  # else the head is whole on each device
         padded = math.ceil(D / shards / _SUBLANES) * _SUBLANES * shards
         part = 4 * max(n, D) * min(V, by_vocabulary.part_ids(math.ceil(n), D))
         return V * padded * size + V * D * 4 / shards + _PARTS * part + n * D * (2 * size + 4)

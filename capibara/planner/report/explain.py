@@ -73,7 +73,7 @@ def _flops(best: Ranked, work: Workload) -> Iterator[str]:
     frozen = "1 x forward: the base is frozen, and the adapters' FLOPs are not counted"
     factors = {
         "backward": "2 x forward" if work.config.lora is None else frozen,
-        "head": 4 + 2 * work.model.trains_head,
+        "head": 2 * costs.head_passes(work, best.choice),
     }
     for name, text in _FLOPS.items():
         text = text.format(**factors)
@@ -83,11 +83,14 @@ def _flops(best: Ranked, work: Workload) -> Iterator[str]:
 def _step(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
     cost = best.cost
     exposed = f"{EXPOSED:g} x links"  # the share of overlappable traffic that published steps do not hide
-    yield f"step, s (predicted) = (max(compute, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
+    yield f"step, s (predicted) = (max(compute + elementwise, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
     yield f"  {'compute_s':<12}{cost.compute_s:10.4f}  the sum of"
     for part in costs.compute(work, best.choice, slice_, cost.flops):
         speed = f"{part.share:.1%} of {part.peak_flops / 1e12:.0f} TFLOP/s"
         yield f"    {part.name:<10}{part.seconds:10.4f}  = {part.flops / 1e12:.2f} TFLOP / ({speed})"
+    between, listed = costs.elementwise_bytes(work, best.choice), slice_.chip.device_hbm_bytes_per_s
+    text = f"= {between / 1e9:.2f} GB / {listed / 1e9:.0f} GB/s: norms, rotations, activations, copies"
+    yield f"  {'elementwise_s':<13}{cost.elementwise_s:9.4f}  {text}"
     layers, update = costs.hbm_bytes(work, best.choice)
     speed = f"({HBM_REACHED:.0%} of {slice_.chip.device_hbm_bytes_per_s / 1e9:.0f} GB/s)"
     yield f"  {'hbm_s':<12}{cost.hbm_s:10.4f}  = {layers / 1e9:.2f} GB / {speed}"

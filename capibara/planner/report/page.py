@@ -148,6 +148,7 @@ def _time_bars(best: Ranked) -> str:
     cost = best.cost
     rows = {
         "compute": cost.compute_s,
+        "between products": cost.elementwise_s,
         "HBM": cost.hbm_s,
         "offloading": cost.host_s,
         "links, could overlap": cost.links_s,

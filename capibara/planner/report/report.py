@@ -83,6 +83,7 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
             "memory": {name: getattr(memory, name) for name in MEMORY_PARTS},
             "step_s": cost.step_s,
             "compute_s": cost.compute_s,
+            "elementwise_s": cost.elementwise_s,
             "hbm_s": cost.hbm_s,
             "host_s": cost.host_s,
             "links_s": cost.links_s,
@@ -261,7 +262,7 @@ def reason_ranked_lower(one: Ranked, walk: VerifiedRanking, work: Workload) -> s
     if why == "on chip":
         again = one.cost.flops.recompute / one.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
         compute = "recomputes more" if again else "more compute"
-        by = {compute: one.cost.compute_s, "more traffic to HBM": one.cost.hbm_s}
+        by = {compute: one.cost.compute_s + one.cost.elementwise_s, "more traffic to HBM": one.cost.hbm_s}
         by["more traffic over PCIe"] = one.cost.host_s
         why = max(by, key=by.__getitem__)
     return f"{slower:.1%} slower: {why}"
@@ -270,7 +271,7 @@ def reason_ranked_lower(one: Ranked, walk: VerifiedRanking, work: Workload) -> s
 def _parts(cost: Cost) -> dict[str, float]:
     """Seconds per token by cause; they add up to the plan's share of the step."""
     parts = {
-        "on chip": max(cost.compute_s, cost.hbm_s, cost.host_s),
+        "on chip": max(cost.compute_s + cost.elementwise_s, cost.hbm_s, cost.host_s),
         "more traffic over ICI": EXPOSED * cost.links_s,
         "ICI in the way of compute": cost.blocking_s,
         "a larger bubble": (cost.step_s - cost.update_s) * cost.bubble,

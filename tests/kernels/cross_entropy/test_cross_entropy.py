@@ -206,6 +206,8 @@ def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(monkeypatch, 
     assert by_vocabulary.part_ids(tokens, width) == ids
     monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5p")  # 64 MiB hold neither
     assert by_vocabulary.part_ids(tokens, width) == max(1024, 64 * 2**20 // 4 // max(tokens, width))
+    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v6 lite")
+    assert by_vocabulary.part_ids(tokens, width) == max(1024, 128 * 2**20 // 4 // max(tokens, width))
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,33 @@ def test_the_step_is_the_sum_of_what_explain_prints():
     work = work_of()
     for mesh in (dict(fsdp=64), dict(fsdp=16, tensor=4), dict(stage=4, fsdp=16), dict(data=8, fsdp=8)):
         c = cost.cost(work, dataclasses.replace(choice_of(rows=8, **mesh), pipeline_microbatches=8), V5E)
-        busy = max(c.compute_s, c.hbm_s, c.host_s) + cost.EXPOSED * c.links_s + c.blocking_s
+        busy = max(c.compute_s + c.elementwise_s, c.hbm_s, c.host_s) + cost.EXPOSED * c.links_s + c.blocking_s
         assert c.step_s == pytest.approx(busy / (1 - c.bubble) + c.update_s)
         assert (c.bubble > 0) == ("stage" in mesh) and (c.blocking_s > 0) == (mesh != dict(fsdp=64))
+
+
+def test_element_wise_work_grows_with_passes_experts_and_whole_lanes():
+    seconds = {
+        name: cost.cost(work_of(config), choice_of(rows=8, remat=remat, fsdp=64), V5E).elementwise_s
+        for name, config, remat in (
+            ("full", DENSE, "full"),
+            ("none", DENSE, "none"),
+            ("experts", dataclasses.replace(EXPERTS, vocab_size=DENSE.vocab_size), "full"),
+            ("narrow heads", dataclasses.replace(DENSE, head_dim=64), "full"),
+            ("wide heads", dataclasses.replace(DENSE, head_dim=128), "full"),
+        )
+    }
+    assert seconds["none"] == pytest.approx(0.75 * seconds["full"]) and seconds["experts"] > seconds["full"]
+    assert seconds["narrow heads"] == seconds["wide heads"]
+
+
+def test_parts_of_the_vocabulary_make_the_logits_twice_and_blocks_of_tokens_pass_over_the_gradient():
+    wide = dataclasses.replace(DENSE, embed_dim=4096, num_heads=32, num_kv_heads=32, head_dim=128)
+    few, many = (work_of(dataclasses.replace(wide, vocab_size=vocab)) for vocab in (32_000, 50_000))
+    choice = choice_of(rows=8, remat="full", fsdp=64)
+    by_few, by_many = (cost.cost(work, choice, V5E).flops.head / work.config.vocab_size for work in (few, many))
+    assert by_many == pytest.approx(4 / 3 * by_few)
+    assert cost.elementwise_bytes(few, choice) > cost.elementwise_bytes(many, choice)
 
 
 def test_of_the_listed_bandwidth_85_percent_are_reached():
