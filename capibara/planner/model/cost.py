@@ -39,8 +39,9 @@ _MATMUL = {
 _ATTENTION = 0.5  # of the peak: attention kernels run the softmax on the vector units
 # Element-wise work of a layer (norms, rotations, activations, sums, casts, copies between layouts), as passes of its
 # tokens over HBM at the listed bandwidth, with full remat: of the residual stream, and of queries, keys, values and
-# results in whole lanes; for each expert of a token those of gathers and sums.
-_RESIDUAL_PASSES, _HEAD_PASSES, _EXPERT_PASSES = 157.0, 7.5, 43.0
+# results in whole lanes; for each expert of a token those of gathers and sums; of float32 scores without a kernel (one step
+# of T5 1.1 large, fitted apart).
+_RESIDUAL_PASSES, _HEAD_PASSES, _EXPERT_PASSES, _SCORE_PASSES = 157.0, 7.5, 43.0, 22.0
 _LANES = 128
 _ACTIVATIONS_EXPOSED = 0.5  # share of the time of activations' collectives that adds to the step
 # Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
@@ -317,7 +318,8 @@ def elementwise_bytes(work: Workload, choice: Choice) -> float:
     for stack in work.stacks:
         tokens = choice.rows * stack.length / mesh["context"] * choice.accumulation / mesh["stage"]
         width = residual + heads * len(stack.attentions)
-        total += passes * tokens * stack.layers * width / mesh["tensor"] * size
+        scores = _SCORE_PASSES * 4 * c.num_heads * sum(one.scores for one in stack.attentions) / stack.length
+        total += passes * tokens * stack.layers * (width * size + scores) / mesh["tensor"]
     if _by_vocabulary(work, choice) or not work.model.trains_head:
         return total
     # Blocks of tokens: each reads and writes the head's float32 gradient, and its logits go through HBM five times.
