@@ -459,3 +459,42 @@ def test_fp8_of_modelopt(algorithm, size, shape):
     with pytest.raises(UserError, match="pre_quant_scale scales activations"):
         config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
         quantized_folder.QuantizedFolder(Parts(config, scaled))
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "more", "changes", "message"),
+    [
+        ("transformers", "FP8 in blocks", {}, {"weight_scale": ("F32", np.ones((3, 3)))}, "must have one of them"),
+        ("vllm", "NVFP4", {"ignore": ["lm_head", "*.q_proj"]}, {}, "a module that quantization_config ignores"),
+        ("vllm", "NVFP4", {"exclude_modules": ["model.layers.0*"]}, {}, "a module that quantization_config ignores"),
+        ("vllm", "NVFP4", {"quantization": "NVFP4"}, {}, "quantization is 'NVFP4'"),
+        ("vllm", "NVFP4", {"quantized_layers": {BASE: {"quant_algo": "FP8"}}}, {}, "quantized_layers has 'FP8'"),
+        ("vllm", "NVFP4", {"quantized_layers": {BASE: {"group_size": 32}}}, {}, "group_size is 32, must be 16"),
+        ("vllm", "NVFP4", {"has_zero_point": True}, {}, "'has_zero_point' = True"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(library, name, more, changes, message):
+    case = case_of(name, library)
+    with pytest.raises(UserError) as error:
+        opened(case, {f"{BASE}.{part}": value for part, value in changes.items()}, case["config"] | more)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_two_configurations_must_be_equal():
+    case = case_of("FP8 of channels")
+    both = {"quantization_config": case["config"], "compression_config": case["config"]}
+    assert quantized_folder.QuantizedFolder(Parts(both, tensors(case))).shapes() == {f"{BASE}.weight": (24, 96)}
+    both["compression_config"] = case["config"] | {"ignore": [BASE]}
+    with pytest.raises(UserError, match="quantization_config and compression_config, which differ"):
+        quantized_folder.QuantizedFolder(Parts(both, tensors(case)))
+
+
+def test_scales_of_a_cache_are_told_without_a_scheme(caplog):
+    opened(case_of("FP8 of channels"), {"model.layers.0.self_attn.k_scale": ("F32", np.ones(()))})
+    assert "a key/value cache with scales: not computed" in caplog.text
+
+
+def test_a_dtype_that_is_none_stands_for_float16_in_int8():
+    case = OLDER["bitsandbytes int8"]
+    for dtype in (["bfloat16"], "float8", None):
+        assert opened({**case, "dtype": dtype}).dtype(f"{BASE}.weight") == "float16"

@@ -23,6 +23,7 @@ from capibara.interop.quantize.formats.weights import (
     bases,
     check,
     check_keys,
+    compute_dtype,
     matrix,
 )
 
@@ -60,8 +61,7 @@ def bitsandbytes(folder: Folder, about: Mapping[str, object]) -> Quantized:
         for name in bases(shapes, mark):
             weights[name], of_it = _in_4_bits(folder, name, f"{name}{mark}", shapes)
             parts |= of_it
-    stated = folder.config.get("dtype", folder.config.get("torch_dtype"))
-    dtype = stated if stated in DTYPES else "float16"
+    dtype = compute_dtype(folder.config, "float16")
     for base in bases(shapes, ".SCB"):
         name = f"{base}.weight"
         outputs, _ = matrix(shapes, name)

@@ -55,9 +55,10 @@ def compressed_tensors(folder: Folder, about: Mapping[str, object]) -> Quantized
         if rest := [name for name in shapes if name.endswith(ending) and name not in parts]:
             raise UserError(f"{rest[0]} is no part of a weight with scales: the folder is incomplete, copy it again")
     modules = {name.removesuffix("weight") for name in weights}
-    unused = {name for name in shapes if name.endswith(_ACTIVATIONS) and name.rpartition(".")[0] + "." in modules}
-    unused |= {name for name in shapes if name.endswith(_CACHE)}
-    return Quantized(weights, parts | unused, of_module.unused)
+    activations = {name for name in shapes if name.endswith(_ACTIVATIONS) and name.rpartition(".")[0] + "." in modules}
+    caches = {name for name in shapes if name.endswith(_CACHE)}
+    notes = [*of_module.unused, *(["a key/value cache with scales"] if caches else [])]
+    return Quantized(weights, parts | activations | caches, tuple(notes))
 
 
 class _Module:

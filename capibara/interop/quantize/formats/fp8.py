@@ -66,6 +66,10 @@ def fp8(folder: Folder, about: Mapping[str, object]) -> Quantized:
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
     for name, scale in _scales(shapes):
+        if name in weights:
+            raise UserError(
+                f"{name} has the scales {name}{SCALE} and {scale}, must have one of them: copy the folder again"
+            )
         if not skipped.isdisjoint(_ends(name.removesuffix(".weight"))):
             raise UserError(f"{scale} scales a module that quantization_config does not convert: copy the folder again")
         weights[name] = _weight(folder, shapes, name, scale, block)

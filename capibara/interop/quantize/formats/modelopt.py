@@ -6,6 +6,7 @@ float32, scales the 4-bit codes, and the result is rounded to the dtype in which
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -38,7 +39,7 @@ _MX_GROUP, _BLOCK = 32, 128
 _KEYS = frozenset(
     """
 quant_method quant_algo ignore exclude_modules group_size kv_cache_scheme kv_cache_quant_algo config_groups producer
-quantized_layers quantization has_zero_point
+quantized_layers quantization
 """.split()
 )
 _CACHE = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
@@ -47,15 +48,19 @@ _MIXED = "MIXED_PRECISION"
 
 def modelopt(folder: Folder, about: Mapping[str, object]) -> Quantized:
     """The weights of a folder of ModelOpt; the values of hf_quant_config.json may be in `quantization`."""
-    inner = about.get("quantization")
-    about = {**about, **inner} if isinstance(inner, dict) else about
+    inner = about.get("quantization") or {}
+    if not isinstance(inner, dict):
+        raise UserError(
+            f"quantization is {limits.shortened(inner)} in ModelOpt's file, must be an object: copy it again"
+        )
+    about = {**about, **inner}
     check_keys(about, _KEYS)
     shapes = folder.shapes()
-    ignored = frozenset((*names(about, "ignore"), *names(about, "exclude_modules")))
+    ignored = (*names(about, "ignore"), *names(about, "exclude_modules"))
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
     for base in bases(shapes, ".weight_scale"):
-        if base in ignored:
+        if any(fnmatch.fnmatchcase(base, pattern) for pattern in ignored):
             raise UserError(
                 f"{base}.weight_scale scales a module that quantization_config ignores: copy the folder again"
             )
@@ -74,17 +79,22 @@ def modelopt(folder: Folder, about: Mapping[str, object]) -> Quantized:
 
 def _algorithm(about: Mapping[str, object], base: str) -> str:
     """The name of the algorithm of a module's weight."""
-    stated: object = about.get("quant_algo")
+    stated, layers = about.get("quant_algo"), about.get("quantized_layers")
+    layer = layers.get(base) if isinstance(layers, dict) else None
+    layer = layer if isinstance(layer, dict) else {}
     if str(stated).upper() == _MIXED:
-        layers = about.get("quantized_layers")
-        layer = layers.get(base) if isinstance(layers, dict) else None
-        stated = layer.get("quant_algo") if isinstance(layer, dict) else None
+        stated = layer.get("quant_algo")
+    elif str(layer.get("quant_algo", stated)).upper() != str(stated).upper():
+        raise UserError(
+            f"quantization_config.quant_algo is {limits.shortened(stated)}, and quantized_layers has "
+            f"{limits.shortened(layer['quant_algo'])} for {base}: the config.json is another's"
+        )
     if str(stated).upper() not in _ALGORITHMS:
         raise UserError(
             f"quantization_config.quant_algo is {limits.shortened(stated)} for {base}, must be one of "
             f"{', '.join(_ALGORITHMS)}, {_MIXED}: use another folder"
         )
-    algorithm, size = str(stated).upper(), whole(about, "group_size")
+    algorithm, size = str(stated).upper(), whole({**about, **layer}, "group_size")
     if "NVFP4" in algorithm and size not in (None, NVFP4_GROUP):
         raise UserError(f"quantization_config.group_size is {size}, must be {NVFP4_GROUP} in {algorithm}")
     return algorithm

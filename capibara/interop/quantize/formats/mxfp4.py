@@ -1,8 +1,7 @@
 """MXFP4: blocks of 32 4-bit numbers that share a power of two (OCP Microscaling Formats 1.0; gpt-oss's experts).
 
 A block's scale is a byte, its exponent plus 127. Folders of transformers store two adjacent numbers in a byte, the first in
-its low half; GGUF
-stores the first sixteen numbers of a block in the low halves and the others in the high ones.
+its low half; GGUF stores the first sixteen numbers of a block in the low halves and the others in the high ones.
 
 Shape letters: X leading dimensions, G blocks, I = 32 G numbers.
 """

@@ -130,10 +130,10 @@ def float8(stored: np.ndarray) -> np.ndarray:
     return stored.view(_FLOAT8)
 
 
-def compute_dtype(config: Mapping[str, object]) -> str:
-    """The dtype in which a folder's model computes; bfloat16 if it says none."""
+def compute_dtype(config: Mapping[str, object], default: str = "bfloat16") -> str:
+    """The dtype in which a folder's model computes; `default` if it says none."""
     stated = config.get("dtype", config.get("torch_dtype"))
-    return stated if isinstance(stated, str) and stated in DTYPES else "bfloat16"
+    return stated if isinstance(stated, str) and stated in DTYPES else default
 
 
 def bases(shapes: Mapping[str, Shape], ending: str) -> list[str]:
