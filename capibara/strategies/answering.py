@@ -17,13 +17,13 @@ import numpy as np
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.chat.formats import read_prompt
 from capibara.data.dataset import Dataset
-from capibara.inference.calls.dialect import dialect_of
+from capibara.inference.calls.dialect import Dialect, dialect_of
 from capibara.inference.engine.requests.stream import Completion, Finish, Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
 from capibara.strategies import rewards as judge
-from capibara.strategies.dialogues import Dialogues, Opening
+from capibara.strategies.dialogues import Dialogues, Opening, episode_of
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
 from capibara.strategies.rewards import Reward
@@ -115,6 +115,10 @@ class Answerer:
         splits = ("train", "validation") if run.evaluates else ("train",)
         self._documents = {split: prompt_documents(run.dataset, split) for split in splits}
 
+    @functools.cached_property
+    def _dialect(self) -> Dialect:
+        return dialect_of(self._generator.chat)
+
     def load(self, params: Params) -> None:
         """Loads parameters into the engine; all processes call it."""
         self._generator.load(params)
@@ -171,11 +175,12 @@ class Answerer:
         for prompt in prompts:
             record = documents.record(prompt.number)
             conversation = read_prompt(record, documents.where(prompt.number))
-            openings += [Opening(prompt, conversation, environment.begin(record), one) for one in samplings(prompt.row)]
-        generate = functools.partial(self._generator.streams, what=what)
-        talk = self._generator.chat
+            for sampling in samplings(prompt.row):
+                openings.append(Opening(prompt, conversation, episode_of(environment, record), sampling))
+        talk, dialect = self._generator.chat, self._dialect
+        generate = functools.partial(self._generator.streams, what=what, dialect=dialect)
         answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
-        for one in Dialogues(environment, talk, dialect_of(talk), generate).held(openings):
+        for one in Dialogues(environment, talk, dialect, generate).held(openings):
             prompt, spoken = one.opening.prompt, {"dialogue": one.messages}
             total, parts = self._rewards(split, prompt, one.text, spoken)
             answer = Answer(prompt.ids, one.tokens, one.drawn, total, parts, one.truncated, one.is_own)

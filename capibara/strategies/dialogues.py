@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+
+from capibara.core.fields import returned
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation, Message
-from capibara.inference.calls.dialect import Dialect
+from capibara.data.dataset import Dataset
+from capibara.inference.calls.dialect import Dialect, dialect_of
 from capibara.inference.calls.message import Message as Reply
 from capibara.inference.engine.requests.stream import Completion, Finish, Stream
+from capibara.inference.interactive import chat as chats
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.strategies.environments.environment import Environment, Episode
@@ -114,10 +120,9 @@ class Dialogues:
         dialogue.messages.append(message)
         if completion.end is None or ends_here:
             return False
-        answers = [*dialogue.opening.episode.step(tuple(dialogue.messages))]
+        answers = self._answers(dialogue)
         if not answers:
             return False
-        _check(answers, self._environment)
         tokens = self._following(dialogue.opening.conversation, answers, completion.end)
         if len(tokens) >= dialogue.room:
             dialogue.truncated = True
@@ -126,13 +131,25 @@ class Dialogues:
         dialogue.say(tokens, None)
         return True
 
+    def _answers(self, dialogue: Dialogue) -> list[Message]:
+        """What the environment says to the dialogue; it has a copy, which it may change."""
+        name = type(self._environment).__name__
+        answers = dialogue.opening.episode.step(copy.deepcopy(tuple(dialogue.messages)))
+        result = [*returned(answers, (list, tuple), f"{name}'s Episode.step")]
+        _check(result, self._environment)
+        return result
+
     def _message(self, conversation: Conversation, text: str) -> Message:
         """The model's message, with its calls apart."""
         tools = conversation.tools or ()
         if not tools or self._dialect.form is None:
             return {"role": "assistant", "content": text}
-        reader, reply = self._dialect.reader(tools, thinks=False), Reply()
+        thinks = self._dialect.thinks_after(self._chat.text_after(conversation, "a dialogue"))
+        reader, reply = self._dialect.reader(tools, thinks), Reply()
         reply.add([*reader.add(text), *reader.close()])
+        for number, call in enumerate(reply.calls):
+            if call["id"] not in text:  # random: a template may write it, and a resumed run reads the same tokens
+                call["id"] = f"call{number:05}"
         return {key: value for key, value in reply.whole().items() if key in ("role", "content", "tool_calls")}
 
     def _following(self, conversation: Conversation, answers: Sequence[Message], end: int) -> list[int]:
@@ -153,6 +170,26 @@ def _samplings(dialogues: Mapping[int, Dialogue], turn: int, index: int) -> list
     first = dialogues[index].opening.sampling
     seed = first.seed if turn == 0 else draw_seed(first.seed or 0, turn)
     return [dataclasses.replace(first, max_new_tokens=dialogues[index].room, seed=seed)]
+
+
+def episode_of(environment: Environment, record: Mapping[str, Any]) -> Episode:
+    """A new dialogue about a record; raises UserError if the environment returns something else."""
+    return returned(environment.begin(record), Episode, f"{type(environment).__name__}.begin")
+
+
+def check(environment: Environment, dataset: Dataset) -> None:
+    """Raises UserError unless a run on this data can hold dialogues with an environment."""
+    name = type(environment).__name__
+    if jax.process_count() > 1:
+        raise UserError(
+            f"Grpo.environment is @{name}(), which runs of one process have alone, and there are {jax.process_count()}: start "
+            "one, or leave it out"
+        )
+    if environment.answers_calls and dialect_of(chats.of_run(dataset, "Grpo.environment")).form is None:
+        raise UserError(
+            f"Grpo.environment is @{name}(), which answers calls, and the chat template writes none in a known form: take a "
+            "model whose template has tools"
+        )
 
 
 def _check(answers: Sequence[Message], environment: Environment) -> None:

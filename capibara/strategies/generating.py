@@ -12,6 +12,7 @@ import numpy as np
 
 from capibara.core.types import Params
 from capibara.data.dataset import Dataset
+from capibara.inference.calls.dialect import Dialect
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
@@ -94,7 +95,11 @@ class Generator:
         return None if None in free else min(free)
 
     def streams(
-        self, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], what: str
+        self,
+        prompts: Sequence[Prompt],
+        samplings: Callable[[int], list[Sampling]],
+        what: str,
+        dialect: Dialect = Dialect(),
     ) -> dict[int, list[Stream]]:
         """Finished answers to each prompt by its row, at least of this process's share (`hosts.share`); all processes call it.
 
@@ -102,13 +107,15 @@ class Generator:
           prompts: the prompts, the same on all processes.
           samplings: row of a prompt -> sampling options of each of its answers.
           what: their purpose, for the progress.
+          dialect: how calls are written, whose special tokens are part of an answer's text.
 
         Raises:
           Interrupted: the run must stop.
         """
+        ends, spelled = dialect.ends_of(self.chat), dialect.spelled
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in prompts if self._own is None else hosts.share(prompts):
-            streams[row] = [self._loaded.submit(ids, one, ends=self.chat.ends) for one in samplings(row)]
+            streams[row] = [self._loaded.submit(ids, one, ends=ends, spelled=spelled) for one in samplings(row)]
         self._write(what, sum(len(samplings(prompt.row)) for prompt in prompts))
         return streams
 

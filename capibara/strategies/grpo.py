@@ -21,6 +21,7 @@ from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
+from capibara.strategies import dialogues
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale, normalized_each
 from capibara.strategies.policy.answers import RatioLevel, Surrogate
@@ -125,11 +126,8 @@ class Grpo(RewardedLoss):
     def open(
         self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
     ) -> Loader:
-        if self.environment is not None and jax.process_count() > 1:
-            raise UserError(
-                f"Grpo.environment is @{type(self.environment).__name__}(), which runs of one process have alone, and there are "
-                f"{jax.process_count()}: start one, or leave it out"
-            )
+        if self.environment is not None:
+            dialogues.check(self.environment, dataset)
         where = dict(shard_index=shard_index, shard_count=shard_count)
         return super().open(dataset, split=split, batch_size=batch_size, epochs=epochs, **where)
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import pathlib
+import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 import capibara as cb
 from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
-from capibara.inference.calls.dialect import Dialect
+from capibara.inference.calls.dialect import Dialect, dialect_of
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.sharding import Plan
-from capibara.strategies.dialogues import Dialogues, Opening
+from capibara.strategies import dialogues
+from capibara.strategies.dialogues import Dialogues, Opening, episode_of
 from capibara.strategies.environments.environment import Environment, Episode
-from capibara.strategies.generating import Prompt
+from capibara.strategies.environments.functions import FunctionTools
+from capibara.strategies.generating import Generator, Prompt
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
 from capibara.training.base.options import Evaluation
@@ -71,18 +78,18 @@ def chat(toy_tokenizer):
 def hold(chat):
     """(texts of the model, environment, tokens) -> the dialogue, and the prompt and sampling of each turn."""
 
-    def run(*texts, environment=Echo(), most=60, ended=True):
+    def run(*texts, environment=Echo(), most=60, ended=True, dialect=Dialect(), tools=None):
         asked, answers = [], iter(texts)
 
         def generate(prompts, samplings):
             asked.append((prompts[0].ids, samplings(prompts[0].row)[0]))
             return {prompts[0].row: [Completed(chat.vocabulary, next(answers), ended)]}
 
-        conversation = Conversation([{"role": "user", "content": "1?"}])
+        conversation = Conversation([{"role": "user", "content": "1?"}], tools)
         prompt = Prompt(3, 0, chat.ids_of(PROMPT))
         sampling = Sampling(max_new_tokens=most, temperature=1.0, seed=5)
         opening = Opening(prompt, conversation, environment.begin({}), sampling)
-        (dialogue,) = Dialogues(environment, chat, Dialect(), generate).held([opening])
+        (dialogue,) = Dialogues(environment, chat, dialect, generate).held([opening])
         return dialogue, asked
 
     return run
@@ -124,6 +131,108 @@ def test_an_answer_that_is_no_message_is_named(hold, answer):
 
     with pytest.raises(UserError, match="Grpo.environment: Wrong answered .* must answer messages with the role"):
         hold("ab", environment=Wrong())
+
+
+@pytest.mark.parametrize("answers", [None, 3, "text", {"role": "user", "content": "x"}])
+def test_answers_that_are_no_list_are_named(hold, answers):
+    class Wrong(Echo):
+        def begin(self, record):
+            episode = EchoEpisode("")
+            episode.step = lambda messages: answers
+            return episode
+
+    with pytest.raises(UserError, match="Wrong's Episode.step returned .* must return a list or a tuple"):
+        hold("ab", environment=Wrong())
+
+
+def test_an_environment_that_begins_nothing_is_named():
+    class Wrong(Echo):
+        def begin(self, record):
+            return None
+
+    with pytest.raises(UserError, match="Wrong.begin returned None, must return an Episode"):
+        episode_of(Wrong(), {})
+
+
+def test_an_environment_cannot_change_the_dialogue(hold):
+    class Changing(Echo):
+        def begin(self, record):
+            episode = EchoEpisode("stop")
+            episode.step = lambda messages: (
+                messages[-1].update(content="changed") or messages[0].update(content="") or ()
+            )
+            return episode
+
+    dialogue, _ = hold("ab", environment=Changing())
+    assert [message["content"] for message in dialogue.messages] == ["1?", "ab"]
+    assert dialogue.opening.conversation.messages[0]["content"] == "1?"
+
+
+def multiply(a, b):
+    return a * b
+
+
+@pytest.fixture(scope="module")
+def calling(toy_tokenizer, tmp_path_factory):
+    """The chat of a model whose calls stand between special tokens."""
+    folder = tmp_path_factory.mktemp("calling")
+    tokenizer = tokenizers.Tokenizer.from_file(f"{toy_tokenizer}/tokenizer.json")
+    tokenizer.add_special_tokens(["<|tool_call|>", "<|/tool_call|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(f"{toy_tokenizer}/tokenizer_config.json", folder)
+    template = (pathlib.Path(toy_tokenizer) / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template + "{% if tools and false %}<|tool_call|>{% endif %}")
+    return Chat(cb.TokenizerJsonVocabulary(path=str(folder)), cb.ChatTemplate(tokenizer=str(folder)))
+
+
+TOOLS = [{"type": "function", "function": {"name": "multiply", "parameters": {"type": "object"}}}]
+CALL = '<|tool_call|>[{"name": "multiply", "arguments": {"a": 6, "b": 7}}]<|/tool_call|>'
+
+
+def test_functions_are_called(hold, calling):
+    """Equally in each run: the ids of calls are not random."""
+    options = dict(environment=FunctionTools(functions=(multiply,)), dialect=dialect_of(calling), tools=TOOLS, most=300)
+    dialogue, _ = hold(CALL, "42", **options)
+    assert [message["role"] for message in dialogue.messages] == ["user", "assistant", "tool", "assistant"]
+    assert (dialogue.messages[2]["content"], dialogue.text) == ("42", "42")
+    assert hold(CALL, "42", **options)[0].messages == dialogue.messages
+
+
+def test_special_tokens_of_calls_are_part_of_the_text(calling):
+    """In dialogues alone: elsewhere an answer's text has none."""
+    submitted = []
+
+    class Idle:
+        load = (0,)
+
+        def step(self):
+            return False
+
+        def submit(self, ids, sampling, **options):
+            submitted.append(options)
+
+    source = cb.PromptJsonlSource(files=("nowhere.jsonl",), template=calling.template)
+    dataset = cb.Dataset(source=source, vocabulary=calling.vocabulary, length=8, packing="none")
+    reporter = SimpleNamespace(check=lambda turn: None, progress=lambda text: None)
+    generator = Generator(SimpleNamespace(dataset=dataset, model=None, reporter=reporter), cb.Grpo(rewards=(spoke,)))
+    generator._engine = Idle()
+    for options in ({"dialect": dialect_of(calling)}, {}):
+        generator.streams([Prompt(0, 0, [1])], lambda row: [Sampling(max_new_tokens=2)], "answers", **options)
+    spelled = [calling.ids_of(name)[0] for name in ("<|tool_call|>", "<|/tool_call|>")]
+    assert [sorted(options["spelled"]) for options in submitted] == [sorted(spelled), []]
+    assert [set(options["ends"]) for options in submitted] == [set(calling.ends) - set(spelled), set(calling.ends)]
+
+
+def test_functions_need_a_template_with_calls(calling, toy_tokenizer):
+    tools = FunctionTools(functions=(multiply,))
+    for folder, is_right in ((calling.vocabulary.path, True), (toy_tokenizer, False)):
+        source = cb.PromptJsonlSource(files=("nowhere.jsonl",), template=cb.ChatTemplate(tokenizer=folder))
+        dataset = cb.Dataset(
+            source=source, vocabulary=cb.TokenizerJsonVocabulary(path=folder), length=8, packing="none"
+        )
+        dialogues.check(Echo(), dataset)
+        with contextlib.nullcontext() if is_right else pytest.raises(UserError, match="the chat template writes none"):
+            dialogues.check(tools, dataset)
 
 
 class Seen(Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Message
@@ -22,7 +22,7 @@ class Episode(abc.ABC):
           messages: the dialogue, each {"role", "content"}; the model's may have "tool_calls".
 
         Returns:
-          Messages of "tool" or "user", before which the model does not speak again; empty: the dialogue is over.
+          A list of messages of "tool" or "user", each {"role", "content"}; empty: the dialogue is over.
         """
 
 
@@ -32,9 +32,12 @@ class Environment(abc.ABC):
 
     Attributes:
       turns: the largest number of messages of the model in a dialogue.
+      answers_calls: whether it answers calls alone, so that the chat template must write them.
     """
 
     turns: int = 4
+
+    answers_calls: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.turns < 1:

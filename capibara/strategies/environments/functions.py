@@ -29,6 +29,8 @@ class FunctionTools(Environment):
     functions: tuple[Callable[..., Any], ...] = dataclasses.field(default=(), repr=False)
     result_chars: int = 2000
 
+    answers_calls = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.functions:
