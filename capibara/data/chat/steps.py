@@ -55,9 +55,10 @@ class Solution(NamedTuple):
 
 def read_solution(record: Mapping[str, Any], where: str) -> Solution:
     """Reads the steps of a record; raises UserError if they and their labels are not there, or are not as many."""
-    key = "steps" if "steps" in record else "completions"
+    key = "completions" if "completions" in record and "steps" not in record else "steps"
     steps, labels = record.get(key), record.get("labels")
-    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
+    # A blank step and its separator may be part of the token that ends the step before.
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise UserError(f"{where}: {key} is {short(steps)}, must be a list of texts, one for each step")
     if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
         raise UserError(f"{where}: labels is {short(labels)}, must be a list of true and false, one for each step")

@@ -54,9 +54,10 @@ def test_a_label_stands_at_the_last_token_of_its_separator(dataset, separator):
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ({"prompt": "q", "labels": [True]}, "completions is None, must be a list of texts"),
+        ({"prompt": "q", "labels": [True]}, "steps is None, must be a list of texts"),
         ({"prompt": "q", "steps": [], "labels": []}, r"steps is \[\], must be a list of texts"),
         ({"prompt": "q", "steps": ["a", ""], "labels": [True, True]}, "must be a list of texts"),
+        ({"prompt": "q", "steps": ["a", "\n"], "labels": [True, True]}, "must be a list of texts"),
         ({"prompt": "q", "steps": ["a"], "labels": [1]}, r"labels is \[1\], must be a list of true and false"),
         ({"prompt": "q", "steps": ["a"], "labels": [True, False]}, "steps are 1 and labels 2, must be as many"),
         ({"steps": ["a"], "labels": [True]}, "has no prompt"),
