@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from capibara.cli.arguments import flags
 from capibara.core.types import UserError
+from capibara.storage import outputs
 
 _DESCRIPTION = """Store a teacher's most probable next tokens, and their log-probabilities, for the data of a run.
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--output is missing: name a new folder, such as --output=runs/teacher")
     if os.path.exists(args.output):
         raise UserError(f"--output ({args.output}) exists: name a new folder")
+    outputs.check_writable(os.path.join(args.output, "manifest.json"))
 
     from capibara import config
     from capibara.cli.composition import pretrained, training_run

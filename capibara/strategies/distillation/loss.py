@@ -20,7 +20,7 @@ from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Loader
 from capibara.models import api
 from capibara.models.api import Model, Stats, TransformerConfig
-from capibara.objectives.base import Metrics, Objective, Totals
+from capibara.objectives.base import Objective, Totals
 from capibara.objectives.batches import RunParts
 from capibara.objectives.loss import ResidentArrays
 from capibara.sharding import RematPolicy, Rules
@@ -150,8 +150,18 @@ class Distillation(DrawnAnswers):
         return super().open(dataset, split=split, batch_size=batch_size, epochs=epochs, **where)
 
     def vocab_size(self, model: Model) -> int:
-        """The number of ids that student and teacher have: either may have rows that stand for no token."""
-        return min(model.config.vocab_size, self._teacher_vocab_size)
+        """The number of ids that student and teacher have: either may have rows that stand for no token.
+
+        Raises:
+          UserError: what is stored has ids that the model has not.
+        """
+        own, other = model.config.vocab_size, self._teacher_vocab_size
+        if self.stored is not None and own < other:
+            raise UserError(
+                f"{type(model.config).__name__}.vocab_size is {own}, and Distillation.stored ({self.stored!r}) has {other} ids: "
+                "prepare it again with this model"
+            )
+        return min(own, other)
 
     @property
     def _teacher_vocab_size(self) -> int:
@@ -179,6 +189,7 @@ class Distillation(DrawnAnswers):
 
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         del dataset
+        self.vocab_size(model)  # raises before anything is compiled
 
         def sums(
             params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None
@@ -190,10 +201,7 @@ class Distillation(DrawnAnswers):
                 loss, totals = self.totals(model, hidden_BTD, model.head(params), batch)
             return loss + model.layer_loss(stats), jax.lax.stop_gradient(totals), stats
 
-        def metrics(totals: Totals, weight: jax.Array) -> Metrics:
-            return totals.means(weight)
-
-        return Objective(sums, metrics)
+        return Objective(sums, Totals.means)
 
     def totals(self, model: Model, hidden_BTD: jax.Array, head_VD: jax.Array, batch: Batch) -> tuple[jax.Array, Totals]:
         """The loss as a sum over tokens, and the metrics' sums.

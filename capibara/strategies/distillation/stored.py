@@ -12,14 +12,15 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
-from capibara.core import limits
+from capibara.core import fields, limits
 from capibara.core.types import Batch, UserError
 from capibara.data.dataset import Dataset
+from capibara.storage import outputs, partial
 
 _MANIFEST, _DOCUMENTS, _IDS, _LOG_P = "manifest.json", "documents.npy", "ids.bin", "log_p.bin"
 _FORMAT = 1
@@ -46,17 +47,21 @@ class StoredLogProbs:
     documents: int = 0
     positions: int = 0
 
+    def __post_init__(self) -> None:
+        fields.check(self)
+        if min(self.vocab_size, self.top_k) < 1 or min(self.documents, self.positions) < 0:
+            raise UserError("its sizes are not positive")
+
     @staticmethod
     def read(folder: str) -> StoredLogProbs:
         """Reads the manifest of a folder; raises UserError if there is none."""
-        path = os.path.join(folder, _MANIFEST)
         try:
-            with open(path, encoding="utf-8") as file:
-                record = json.load(file)
-            if record.pop("format") != _FORMAT:
+            record = limits.read_json(os.path.join(folder, _MANIFEST), limits.SMALL_BYTES)
+            if record.pop("format", None) != _FORMAT:
                 raise ValueError(f"its format is not {_FORMAT}")
-            return StoredLogProbs(**record)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            values: dict[str, Any] = dict(record)
+            return StoredLogProbs(**values)
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"Distillation.stored ({folder!r}) has no {_MANIFEST} of a teacher's log-probabilities ({limits.cause(error)}): "
                 "write it with capibara prepare teacher"
@@ -103,25 +108,27 @@ def write(
 
     Returns:
       The manifest with the counts.
+
+    Raises:
+      UserError: the folder exists or cannot be written, or no document has loss.
     """
-    partial, starts, positions = f"{folder.rstrip('/')}.partial", dict[int, int](), 0
-    shutil.rmtree(partial, ignore_errors=True)
-    os.makedirs(partial)
-    with open(os.path.join(partial, _IDS), "wb") as ids, open(os.path.join(partial, _LOG_P), "wb") as log_p:
-        for batch, log_p_BTK, ids_BTK in batches:
-            for row, at, fingerprint in documents_of(batch):
-                if fingerprint in starts:
-                    continue
-                starts[fingerprint] = positions
-                positions += len(at)
-                ids.write(np.ascontiguousarray(ids_BTK[row, at], np.int32).tobytes())
-                log_p.write(np.ascontiguousarray(log_p_BTK[row, at], np.float32).tobytes())
-    table = np.array(sorted(starts.items()), np.uint64).reshape(-1, 2)
-    np.save(os.path.join(partial, _DOCUMENTS), table)
-    manifest = dataclasses.replace(manifest, documents=len(table), positions=positions)
-    with open(os.path.join(partial, _MANIFEST), "w", encoding="utf-8") as file:
-        json.dump({"format": _FORMAT, **dataclasses.asdict(manifest)}, file, indent=2)
-    os.rename(partial, folder)
+    starts, positions = dict[int, int](), 0
+    with partial.whole(folder) as unfinished:
+        paths = {name: os.path.join(unfinished, name) for name in (_IDS, _LOG_P, _DOCUMENTS, _MANIFEST)}
+        with open(paths[_IDS], "wb") as ids, open(paths[_LOG_P], "wb") as log_p:
+            for batch, log_p_BTK, ids_BTK in batches:
+                for row, at, fingerprint in documents_of(batch):
+                    if fingerprint in starts:
+                        continue
+                    starts[fingerprint] = positions
+                    positions += len(at)
+                    ids.write(np.ascontiguousarray(ids_BTK[row, at], np.int32).tobytes())
+                    log_p.write(np.ascontiguousarray(log_p_BTK[row, at], np.float32).tobytes())
+        if not starts:
+            raise UserError("the data has no token with loss, so that there is nothing to store: name other files")
+        np.save(paths[_DOCUMENTS], np.array(sorted(starts.items()), np.uint64))
+        manifest = dataclasses.replace(manifest, documents=len(starts), positions=positions)
+        outputs.save(paths[_MANIFEST], json.dumps({"format": _FORMAT, **dataclasses.asdict(manifest)}, indent=2))
     return manifest
 
 
@@ -140,8 +147,10 @@ class StoredReader:
         shape = (self._manifest.positions, self._manifest.top_k)
         try:
             self._documents = np.load(os.path.join(folder, _DOCUMENTS), allow_pickle=False)
-            self._ids = np.memmap(os.path.join(folder, _IDS), np.int32, "r", shape=shape)
-            self._log_p = np.memmap(os.path.join(folder, _LOG_P), np.float32, "r", shape=shape)
+            if (self._documents.shape, self._documents.dtype) != ((self._manifest.documents, 2), np.uint64):
+                raise ValueError(f"{_DOCUMENTS} has not {self._manifest.documents} documents")
+            self._ids = np.memmap(os.path.join(folder, _IDS), np.int32, "r").reshape(shape)
+            self._log_p = np.memmap(os.path.join(folder, _LOG_P), np.float32, "r").reshape(shape)
         except (OSError, ValueError) as error:
             raise UserError(
                 f"Distillation.stored ({folder!r}) is incomplete ({limits.cause(error)}): prepare it again"
@@ -151,7 +160,7 @@ class StoredReader:
         """This process's rows with `teacher_log_p` and `teacher_ids`, [B, T, K].
 
         Raises:
-          UserError: there is nothing on one of its documents.
+          UserError: there is nothing on one of its documents, or what is there are no log-probabilities.
         """
         shape = (*batch["tokens"].shape, self._manifest.top_k)
         log_p, ids = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
@@ -164,6 +173,17 @@ class StoredReader:
                     f"tokens {batch['tokens'][row][:8].tolist()}: prepare it again with these files, template and length"
                 )
             log_p[row, at], ids[row, at] = self._log_p[start : start + len(at)], self._ids[start : start + len(at)]
+        # A flipped bit would train without a word.
+        if (
+            not (log_p <= 0).all()
+            or not np.isfinite(log_p).all()
+            or ids.min() < 0
+            or ids.max() >= self._manifest.vocab_size
+        ):
+            raise UserError(
+                f"Distillation.stored ({self._folder!r}) is corrupted, it has values that are no log-probabilities or ids: "
+                "prepare it again"
+            )
         return {**batch, "teacher_log_p": log_p, "teacher_ids": ids}
 
     def _start(self, fingerprint: int) -> int | None:

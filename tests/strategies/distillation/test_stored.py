@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+import capibara as cb
 from capibara.core.types import UserError
+from capibara.models import api
 from capibara.strategies.distillation.stored import StoredLogProbs, StoredReader, documents_of, write
 
 MANIFEST = StoredLogProbs(teacher="large", vocabulary="v", vocab_size=99, top_k=3, temperature=1.0)
@@ -26,7 +30,7 @@ def batch():
 def outputs(batch):
     rng = np.random.default_rng(1)
     shape = (*batch["tokens"].shape, 3)
-    return rng.normal(size=shape).astype(np.float32), rng.integers(0, 99, shape, np.int32)
+    return -rng.random(shape).astype(np.float32), rng.integers(0, 99, shape, np.int32)
 
 
 @pytest.fixture
@@ -62,6 +66,11 @@ def test_documents_without_loss_are_not_stored(batch):
     assert [row for row, _, _ in documents_of(batch)] == [0, 1]
 
 
+def rewrite(folder, **changes):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -69,13 +78,39 @@ def test_documents_without_loss_are_not_stored(batch):
         (lambda folder: (folder / "manifest.json").write_text("[]"), "has no manifest.json"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 2}'), "its format is not 1"),
         (lambda folder: (folder / "ids.bin").write_bytes(b"12345678"), "is incomplete"),
+        (lambda folder: (folder / "log_p.bin").open("ab").write(bytes(12)), "is incomplete"),
         (lambda folder: (folder / "documents.npy").write_bytes(b"no"), "is incomplete"),
+        (lambda folder: np.save(folder / "documents.npy", np.zeros((3, 2))), "is incomplete .*has not 3 documents"),
+        (lambda folder: np.save(folder / "documents.npy", np.zeros((2, 2), np.uint64)), "has not 3 documents"),
+        (lambda folder: rewrite(folder, top_k="3"), r"StoredLogProbs.top_k \('3'\) must be int"),
+        (lambda folder: rewrite(folder, top_k=0), "sizes are not positive"),
+        (lambda folder: rewrite(folder, surprise=1), "surprise"),
+        (lambda folder: rewrite(folder, positions=12), "is incomplete"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(change, error, folder, tmp_path):
     change(tmp_path / "stored")
     with pytest.raises(UserError, match=error):
         StoredReader(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ids.bin", -1), ("ids.bin", 99), ("log_p.bin", 1.0), ("log_p.bin", np.nan)]
+)
+def test_corrupted_values_are_named(name, value, folder, batch, tmp_path):
+    path = tmp_path / "stored" / name
+    values = np.fromfile(path, np.int32 if name == "ids.bin" else np.float32)
+    values[4] = value
+    values.tofile(path)
+    with pytest.raises(UserError, match="is corrupted, it has values that are no log-probabilities or ids"):
+        StoredReader(folder).filled(batch)
+
+
+def test_data_without_loss_is_not_stored(batch, outputs, tmp_path):
+    batch["weights"][:] = 0.0
+    with pytest.raises(UserError, match="no token with loss"):
+        write(str(tmp_path / "stored"), MANIFEST, [(batch, *outputs)])
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_not_finished_is_no_folder(batch, outputs, tmp_path):
@@ -86,3 +121,16 @@ def test_what_is_not_finished_is_no_folder(batch, outputs, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(str(tmp_path / "stored"), MANIFEST, interrupted())
     assert not (tmp_path / "stored").exists()
+
+
+def test_a_student_without_some_of_the_ids_is_named(folder):
+    loss = cb.Distillation(stored=folder)
+    models = {
+        size: api.build(cb.DecoderConfig(vocab_size=size, embed_dim=8, num_layers=1, num_heads=1, mlp_dim=8))
+        for size in (98, 128)
+    }
+    assert loss.vocab_size(models[128]) == 99
+    with pytest.raises(
+        UserError, match=r"vocab_size is 98, and Distillation.stored \(.*\) has 99 ids: prepare it again"
+    ):
+        loss.objective(models[98], cb.Dataset(source=cb.StdlibSource(), vocabulary=cb.ByteVocabulary(), length=8))
