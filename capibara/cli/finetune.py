@@ -16,8 +16,8 @@ _DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual l
   --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; distill: adapters, on the
             next-token distributions of --teacher; dpo, orpo, simpo, cpo: adapters, on lines with "chosen" and "rejected";
             kto: adapters, on lines with a "label", true or false; reward: adapters and a head that scores answers, on lines
-            with "chosen" and "rejected"; process_reward: of steps, on lines with "steps" and "labels"; grpo, dr_grpo, dapo, gspo, cispo, sapo, rloo, reinforce_pp, ppo: adapters, on the
-            model's own answers (--gin.REWARDS="(@numeric_answer,)")
+            with "chosen" and "rejected"; process_reward: of steps, on lines with "steps" and "labels"; grpo, dr_grpo, dapo,
+            gspo, cispo, sapo, rloo, reinforce_pp, ppo: adapters, on its own answers (--gin.REWARDS="(@numeric_answer,)")
 
 It prints the command of `capibara train` that is the same run; run it again to resume.
 

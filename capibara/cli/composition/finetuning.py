@@ -25,10 +25,10 @@ class Method(enum.StrEnum):
     """What is trained, and by which loss.
 
     LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DISTILL: adapters, on a teacher's
-    next-token distributions for texts or chats. DPO, ORPO, SIMPO, CPO: adapters,
-    on pairs of a chosen and a rejected answer. KTO: adapters, on answers with a label. REWARD: adapters and a head that scores
-    answers, on pairs. PROCESS_REWARD: the same for steps, on solutions whose steps have labels. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on the model's own answers and
-    their rewards.
+    next-token distributions for texts or chats. DPO, ORPO, SIMPO, CPO: adapters, on pairs of a chosen and a rejected answer.
+    KTO: adapters, on answers with a label. REWARD: adapters and a head that scores answers, on pairs. PROCESS_REWARD: the same
+    for steps, on solutions whose steps have labels. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on
+    the model's own answers and their rewards.
     """
 
     LORA = "lora"
@@ -104,6 +104,11 @@ _KEYS = {
     Kind.PREFERENCES: "'chosen' and 'rejected'",
     Kind.UNPAIRED: "a 'label', true or false",
     Kind.STEPS: "'steps' and 'labels'",
+}
+_NOUNS = {
+    Kind.PREFERENCES: "pairs of answers",
+    Kind.UNPAIRED: "answers with labels",
+    Kind.STEPS: "labelled steps",
 }
 _OTHER_METHOD = {
     Kind.PREFERENCES: "set method = 'dpo', or leave the rejected answers out",
@@ -351,13 +356,7 @@ def _kind(asked: FineTuning) -> Kind:
         kind = Kind.UNPAIRED
     fix = f": {_OTHER_METHOD[kind]}" if kind in _OTHER_METHOD else ""
     if wanted is None and fix:
-        nouns = {
-            Kind.PREFERENCES: "pairs of answers",
-            Kind.UNPAIRED: "answers with labels",
-            Kind.STEPS: "labelled steps",
-        }
-        noun = nouns[kind]
-        raise UserError(f"{path} has {noun}{fix}")
+        raise UserError(f"{path} has {_NOUNS[kind]}{fix}")
     if wanted not in (None, kind):
         raise UserError(
             f"{path}: method {str(asked.method)!r} reads lines with {_KEYS[wanted]}, and the first one has "
