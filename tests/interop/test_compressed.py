@@ -191,3 +191,25 @@ def test_other_libraries_read_the_values_and_pack_the_same_bytes(tmp_path):
             np.savez(tmp_path / f"{name}-{method}.npz", **source.values, **values)
             names.append(f"{name}-{method}")
     subprocess.run([PYTHON, HERE / "compressed_peer.py", tmp_path, *names], check=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "group", "largest", "of_zeros"),
+    [("int4", 32, 7.5, 1.0), ("fp8", 128, 448.0, 1.0), ("nvfp4", 16, 6.0, 0.125)],
+)
+def test_scales_are_those_of_the_largest_value(method, group, largest, of_zeros, tmp_path):
+    """By hand: the largest magnitude over the largest code, rounded to the dtype of scales; groups of zeros have a scale, too."""
+    source, name = Wide("llama"), "model.layers.0.mlp.up_proj.weight"
+    weight = source.values[name] = source.values[name].copy()
+    weight[0] = 0
+    more = {"group_size": 32} if method == "int4" else {}
+    how = Quantize(method=Method(method), **more)
+    conversion.write(source, str(tmp_path / "hf"), "hf", None, lambda *given: None, how)
+    stored = HfFolder(str(tmp_path / "hf"))
+    want = np.abs(weight.reshape(len(weight), -1, group)).max(-1).astype(np.float32) / np.float32(largest)
+    kind = ml_dtypes.float8_e4m3fn if method == "nvfp4" else ml_dtypes.bfloat16
+    if method == "nvfp4":
+        want = want * stored.stored(f"{name}_global_scale")
+    want = want.astype(kind)
+    want[0] = of_zeros
+    np.testing.assert_array_equal(stored.stored(f"{name}_scale").view(kind), want)

@@ -498,3 +498,22 @@ def test_a_dtype_that_is_none_stands_for_float16_in_int8():
     case = OLDER["bitsandbytes int8"]
     for dtype in (["bfloat16"], "float8", None):
         assert opened({**case, "dtype": dtype}).dtype(f"{BASE}.weight") == "float16"
+
+
+@pytest.mark.parametrize(
+    ("name", "activations"), [("int4 in groups", None), ("W8A8", {"num_bits": 8, "dynamic": True})]
+)
+def test_the_format_of_a_group_that_states_none(name, activations):
+    """Integers are packed where activations are floats, else bytes."""
+    case = case_of(name)
+    config = with_value(case["config"], ("format",))
+    config["config_groups"] = {"group_0": group(case, "Linear", input_activations=activations)}
+    value = opened(case, config=config).read(f"{BASE}.weight")
+    assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"]
+
+
+def test_of_two_patterns_the_first_by_name_counts():
+    packed, bytes_ = case_of("int4 in groups"), case_of("W8A8")
+    groups = {"later": group(bytes_, "re:.*q_proj"), "first": group(packed, "re:.*attn.*")}
+    value = opened(packed, config=packed["config"] | {"config_groups": groups}).read(f"{BASE}.weight")
+    assert hashlib.sha256(value.tobytes()).hexdigest() == packed["values"]["hash"]

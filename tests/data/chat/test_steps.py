@@ -72,3 +72,12 @@ def test_a_line_that_is_none_is_named(dataset, line, error):
 def test_a_separator_ends_each_step(toy_tokenizer):
     with pytest.raises(UserError, match="separator is empty"):
         StepsJsonlSource(files=("a",), template=ChatTemplate(tokenizer=toy_tokenizer), separator="")
+
+
+def test_another_separator_is_other_data(dataset):
+    """A run does not resume with it."""
+    line = {"prompt": "q", "steps": ["a"], "labels": [True]}
+    prints = [
+        dataset(line, separator=separator).source.open("train").fingerprint() for separator in ("\n", "\n", " ##")
+    ]
+    assert prints[0] == prints[1] != prints[2]

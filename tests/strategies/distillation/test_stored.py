@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -134,3 +135,13 @@ def test_a_student_without_some_of_the_ids_is_named(folder):
         UserError, match=r"vocab_size is 98, and Distillation.stored \(.*\) has 99 ids: prepare it again"
     ):
         loss.objective(models[98], cb.Dataset(source=cb.StdlibSource(), vocabulary=cb.ByteVocabulary(), length=8))
+
+
+def test_another_tokenizer_or_temperature_is_named():
+    dataset = cb.Dataset(source=cb.StdlibSource(), vocabulary=cb.ByteVocabulary(), length=8)
+    same = dataclasses.replace(MANIFEST, vocabulary=dataset.get_vocabulary().fingerprint())
+    same.check("here", dataset, 1.0)
+    with pytest.raises(UserError, match="is of another tokenizer than Dataset.vocabulary"):
+        MANIFEST.check("here", dataset, 1.0)
+    with pytest.raises(UserError, match="temperature is 2.0, and Distillation.stored"):
+        same.check("here", dataset, 2.0)
