@@ -146,12 +146,12 @@ class Answerer:
         return self._judged_by_turns(split, prompts, streams, f"{what}: {{}} of {count} rewards")
 
     def _judged_by_turns(
-        self, split: str, prompts: Sequence[Prompt], streams: dict[int, list[Stream]], told: str
+        self, split: str, prompts: Sequence[Prompt], streams: dict[int, list[Stream]], progress: str
     ) -> list[list[Answer]]:
         mine, judged = hosts.share(prompts), list[list[Answer]]()
         for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
             self._run.reporter.check(turn)
-            self._run.reporter.progress(told.format(sum(map(len, judged))))
+            self._run.reporter.progress(progress.format(sum(map(len, judged))))
             part = mine[turn : turn + 1]
             found = hosts.each(lambda: [(p.row, self._judged(split, p, streams[p.row])) for p in part])
             for row, answers in itertools.chain.from_iterable(found):
