@@ -135,6 +135,7 @@ from capibara.models.architectures.gemma4.config import Gemma4Config as Gemma4Co
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.mixers.gated_delta import GatedDelta as GatedDelta
 from capibara.models.mixers.kimi_delta import KimiDelta as KimiDelta
+from capibara.models.mixers.lightning import Lightning as Lightning
 from capibara.models.mixers.mamba import Mamba as Mamba
 from capibara.models.mixers.mamba2 import Mamba2 as Mamba2
 from capibara.models.mixers.rg_lru import RgLru as RgLru
@@ -142,6 +143,7 @@ from capibara.models.mixers.short_conv import ShortConv as ShortConv
 from capibara.models.parts.disentangled import Disentangled as Disentangled
 from capibara.models.parts.latent_sizes import Indexer as Indexer
 from capibara.models.parts.latent_sizes import LatentAttention as LatentAttention
+from capibara.models.parts.multipliers import Multipliers as Multipliers
 from capibara.models.parts.router import Hints as Hints
 from capibara.models.parts.router import Moe as Moe
 from capibara.monitoring.dashboard.settings import DashboardConfig as DashboardConfig

@@ -167,6 +167,12 @@ MAMBA_VALUE = dataclasses.replace(MAMBA_GATE, name="value", reads="gate")
 MAMBA_KEY, MAMBA_QUERY = (dataclasses.replace(MAMBA_VALUE, name=name, axes=KEY.axes) for name in ("key", "query"))
 MAMBA_STEP = dataclasses.replace(MAMBA_VALUE, name="step", axes=("embed", "heads", None))
 MAMBA_OUT = DELTA_OUT
+# Of lightning attention, all of whose heads have keys of their own.
+LIGHTNING_QUERY = Projection(part="mixer", name="query", axes=QUERY.axes)
+LIGHTNING_KEY, LIGHTNING_VALUE, LIGHTNING_GATE = (
+    dataclasses.replace(LIGHTNING_QUERY, name=name, reads="query") for name in ("key", "value", "gate")
+)
+LIGHTNING_OUT = DELTA_OUT
 # Of Mamba, a state space for each channel: steps, keys and queries are projected from the channels.
 SSM_GATE = Projection(part="mixer", name="gate", axes=("embed", "mlp"))
 SSM_VALUE = dataclasses.replace(SSM_GATE, name="value", reads="gate")
@@ -187,6 +193,7 @@ DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_
 KIMI = (KIMI_DECAY_DOWN, KIMI_DECAY_UP, KIMI_GATE_DOWN, KIMI_GATE_UP)
 MAMBA_CONVOLVED = (MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY)
 MAMBA = (MAMBA_GATE, *MAMBA_CONVOLVED, MAMBA_STEP)
+LIGHTNING = (LIGHTNING_QUERY, LIGHTNING_KEY, LIGHTNING_VALUE)
 SSM_NORMED = (SSM_STEP_DOWN, SSM_KEY, SSM_QUERY)
 SSM = (SSM_GATE, SSM_VALUE, *SSM_NORMED, SSM_STEP_UP)
 POSITIONS = (POSITION_KEY, POSITION_QUERY)
@@ -204,6 +211,7 @@ ALL = (
     + DELTA
     + KIMI
     + MAMBA
+    + LIGHTNING
     + SSM
 )
 

@@ -46,6 +46,7 @@ from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
 from capibara.models.mixers.kimi_delta import KimiDelta
+from capibara.models.mixers.lightning import Lightning
 from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.rg_lru import RgLru
@@ -56,6 +57,7 @@ from capibara.models.parts.disentangled import Disentangled, Distances, TableNor
 from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent_sizes import Indexer, LatentAttention
 from capibara.models.parts.moe import Moe
+from capibara.models.parts.multipliers import Multipliers
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
@@ -78,11 +80,13 @@ __all__ = [
     "KimiDelta",
     "LatentAttention",
     "LayerKind",
+    "Lightning",
     "Lora",
     "Mamba",
     "Mamba2",
     "Model",
     "Moe",
+    "Multipliers",
     "Quantization",
     "RgLru",
     "Rope",

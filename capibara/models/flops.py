@@ -10,7 +10,6 @@ from capibara.core import projections, tree
 from capibara.core.types import Params
 from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.parts.config import TransformerConfig
-from capibara.models.parts.kinds import LayerKind
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
 
@@ -55,7 +54,8 @@ def flops_per_token(
             of_encoder += _weights_per_token(config, name, leaf, names)
         else:
             weights += _weights_per_token(config, name, leaf, names) * (repeats if name.startswith("layers/") else 1)
-    recurrent = config.kinds.count(LayerKind.RECURRENT) * (config.mixer.flops_per_token(config) if config.mixer else 0)
+    mixing = sum(kind.mixes for kind in config.kinds)
+    recurrent = mixing * (config.mixer.flops_per_token(config) if config.mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
     if isinstance(config, EncoderConfig) and config.disentangled is not None:

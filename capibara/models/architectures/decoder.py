@@ -216,7 +216,7 @@ class DecoderConfig(Patterned, TransformerConfig):
             )
 
     def _check_mixer(self) -> None:
-        recurrent = LayerKind.RECURRENT in self.kinds
+        recurrent = any(kind.mixes for kind in self.kinds)
         attends = any(kind.attends for kind in self.kinds)
         if recurrent and self.mixer is None:
             raise UserError(
@@ -238,9 +238,9 @@ class DecoderConfig(Patterned, TransformerConfig):
                 "write 'none'"
             )
         self._check_branches()
-        if self.mixed_norms and not (recurrent and attends):
+        if self.mixed_norms and (not (recurrent and attends) or LayerKind.HYBRID in self.kinds):
             raise UserError(
-                f"DecoderConfig.norm_placement is 'mixed', must have recurrent layers and others, layer_pattern has "
+                f"DecoderConfig.norm_placement is 'mixed', must have recurrent layers and others that attend alone, layer_pattern has "
                 f"{' and '.join(sorted(set(self.kinds)))}: write 'pre'"
             )
         if self.mixer is not None and self.positions.biases:
@@ -334,13 +334,14 @@ class DecoderBase(nnx.Module):
         }
 
         def empty(kind: LayerKind) -> dense.LayerCache:
-            if kind is LayerKind.FEED_FORWARD:
-                return {}
-            if kind is LayerKind.RECURRENT:
+            layer: dense.LayerCache = {}
+            if kind.attends:
+                layer |= dense.empty_layer(config.attention_of(kind), batch, length, dtype, windows[kind])
+            if kind.mixes:
                 assert config.mixer is not None, "the configuration checks it"
                 exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
-                return config.mixer.empty_state(config, batch, exact)
-            return dense.empty_layer(config.attention_of(kind), batch, length, dtype, windows[kind])
+                layer |= config.mixer.empty_state(config, batch, exact)
+            return layer
 
         of_layers = tuple(map(empty, config.kinds))
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
@@ -474,7 +475,7 @@ class Decoder(DecoderBase):
             block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
             kind, is_dense = entry
-            own = shared._replace(dense=is_dense)
+            own = shared._replace(dense=is_dense, number=number)
             own = own if drop is None else own._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, own, kinds[kind], kind)
 
@@ -490,7 +491,7 @@ class Decoder(DecoderBase):
                 config.layer_loop,
                 remat,
                 all_trained=config.lora is None,
-                numbered=drop is not None,
+                numbered=drop is not None or (config.mixer is not None and config.mixer.numbered),
                 span=(start, stop) if config.module_layers else None,
                 some=config.module_layers,
             )
@@ -531,7 +532,7 @@ class Decoder(DecoderBase):
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
             kind, is_dense = self._entry(index)
-            own = shared._replace(dense=is_dense)
+            own = shared._replace(dense=is_dense, number=index)
             x, layer = block.cached(x, kept["layers"][index], now, rows, own, kinds[kind], kind)
             of_layers.append(layer)
         kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}

@@ -91,13 +91,20 @@ def axes(cache: Cache) -> Any:
     """The logical axes of every array of a cache."""
     of_rows = lambda x: ("batch",) + (None,) * (x.ndim - 1)  # noqa: E731
     of_heads = lambda x: _KEYS[: x.ndim] if x.ndim > 2 else of_rows(x)  # noqa: E731
-    layers = tuple(jax.tree.map(of_heads if has_keys(layer) else of_rows, layer) for layer in cache["layers"])
+    layers = tuple(
+        {name: (of_rows if of_state(name) else of_heads)(x) for name, x in layer.items()} for layer in cache["layers"]
+    )
     return jax.tree.map(of_heads, {name: x for name, x in cache.items() if name != "layers"}) | {"layers": layers}
 
 
 def has_keys(layer: LayerCache) -> bool:
-    """Whether a layer keeps keys and values of tokens, and not a state of fixed size (models/mixers) or nothing."""
-    return any(not name.startswith(STATE) for name in layer)
+    """Whether a layer keeps keys and values of tokens, and not only a state of fixed size (models/mixers) or nothing."""
+    return not all(map(of_state, layer))
+
+
+def of_state(name: str) -> bool:
+    """Whether an array of a layer is of a state of fixed size (models/mixers)."""
+    return name.startswith(STATE)
 
 
 def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:

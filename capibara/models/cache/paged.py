@@ -19,7 +19,7 @@ from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense
-from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs, has_keys
+from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs, has_keys, of_state
 
 _NAMES = ("key", "value", "key_scale", "value_scale")
 
@@ -50,7 +50,10 @@ def empty(rows: Cache, length: int, sizes: Sizes) -> Cache:
     def layer(of_rows: LayerCache) -> LayerCache:
         if is_short(of_rows, length):
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), of_rows)
-        return {f"{name}_pages": pool(x) for name, x in of_rows.items()}
+        return {
+            name if of_state(name) else f"{name}_pages": jnp.zeros(x.shape, x.dtype) if of_state(name) else pool(x)
+            for name, x in of_rows.items()
+        }
 
     return {"lengths": jnp.zeros(rows["lengths"].shape, jnp.int32), "layers": tuple(map(layer, rows["layers"]))}
 
@@ -113,7 +116,13 @@ def put_row(kept: Cache, row: Cache, slot: jax.Array, table: jax.Array | None) -
     def put(layer: LayerCache, new: LayerCache) -> LayerCache:
         if not is_paged(layer):
             return dense.put_rows(layer, new, slot)
-        return {f"{name}_pages": _put(layer[f"{name}_pages"], x[0], table[slot]) for name, x in new.items()}
+        pools = {
+            f"{name}_pages": _put(layer[f"{name}_pages"], x[0], table[slot])
+            for name, x in new.items()
+            if not of_state(name)
+        }
+        state = {name: x for name, x in layer.items() if of_state(name)}
+        return pools | dense.put_rows(state, {name: new[name] for name in state}, slot)
 
     lengths = dense.put_rows(kept["lengths"], row["lengths"], slot)
     return kept | {"lengths": lengths, "layers": tuple(map(put, kept["layers"], row["layers"]))}
@@ -135,15 +144,14 @@ def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> C
         return x[:, :, :length] if x.ndim > 2 else x
 
     def of_layer(layer: LayerCache) -> LayerCache:
-        if not has_keys(layer):
-            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1), layer)
+        state = {name: jax.lax.dynamic_slice_in_dim(x, slot, 1) for name, x in layer.items() if of_state(name)}
         if not is_paged(layer):
-            return jax.tree.map(of_slot, layer)
+            return state | {name: of_slot(x) for name, x in layer.items() if not of_state(name)}
         assert table is not None, "slots have pages"
         needed = -(-length // layer["key_pages"].shape[2])
         pages = jax.lax.dynamic_slice(table, (slot, 0), (1, needed))
         pools = {name: layer[f"{name}_pages"] for name in _NAMES if f"{name}_pages" in layer}
-        return {name: cached_attention.gathered(pool, pages)[:, :, :length] for name, pool in pools.items()}
+        return state | {name: cached_attention.gathered(pool, pages)[:, :, :length] for name, pool in pools.items()}
 
     rest = {name: of_slot(x) for name, x in kept.items() if name != "layers"}
     return rest | {"layers": tuple(map(of_layer, kept["layers"]))}

@@ -292,7 +292,8 @@ def _active_pipeline(numbered: bool, in_part: bool) -> sharding.Pipeline | None:
         )
     if numbered and sharding.active_pipeline() is not None:
         raise UserError(
-            "dropout_rate is above 0 and Plan.stage above 1, pipelines have no dropout: set dropout_rate to 0"
+            "Plan.stage is above 1, and pipelines have no dropout and no mixer whose layers differ: set dropout_rate to 0, "
+            "and with @Lightning() Plan.stage to 1"
         )
     return sharding.active_pipeline()
 

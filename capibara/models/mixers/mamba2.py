@@ -6,6 +6,7 @@ Shape letters: N heads, V size of their values, G groups of heads, which share q
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 import jax
@@ -14,12 +15,21 @@ from flax import nnx
 
 from capibara.config import configurable
 from capibara.core import projections
+from capibara.core.projections import Projection
 from capibara.core.types import UserError
 from capibara.kernels.scans import linear
 from capibara.models.cache.dense import STATE, LayerCache
 from capibara.models.layers import layers
 from capibara.models.mixers.mixer import Mixer, MixerBias, MixerLayer, Rows, Sizes, inverse_of_steps, log_of_rates
 from capibara.sharding import constrain
+
+
+class GateNorm(enum.StrEnum):
+    """Whether results are normalised after their gate (Mamba 2), before it, or not at all (the last two: Falcon-H1)."""
+
+    AFTER = "after"
+    BEFORE = "before"
+    NONE = "none"
 
 
 @configurable
@@ -34,6 +44,8 @@ class Mamba2(Mixer):
       taps: tokens that the convolution of queries, keys and values sees, the current one included.
       bias: which parts have biases.
       least_step, most_step: a token's step, by which it writes and the state decays, is kept within these.
+      norm: where the results are normalised.
+      projection_multipliers: factors of the gate, values, keys, queries and steps (Falcon-H1).
     """
 
     heads: int = 128
@@ -44,9 +56,19 @@ class Mamba2(Mixer):
     bias: MixerBias = MixerBias.CONV
     least_step: float = 0.0
     most_step: float = math.inf
+    norm: GateNorm = GateNorm.AFTER
+    projection_multipliers: tuple[float, ...] = (1.0,) * len(projections.MAMBA)
 
     def __post_init__(self) -> None:
         self.check("heads", "head_dim", "groups", "state_dim", multiple=("heads", "groups"))
+        if len(self.projection_multipliers) != len(projections.MAMBA):
+            raise UserError(
+                f"Mamba2.projection_multipliers has {len(self.projection_multipliers)} numbers, must have one for each of "
+                f"{', '.join(by.name for by in projections.MAMBA)}: try (1.0, 1.0, 1.0, 1.0, 1.0)"
+            )
+        for factor in self.projection_multipliers:
+            if not 0 < factor < math.inf:
+                raise UserError(f"Mamba2.projection_multipliers has {factor}, must be finite and above 0: try 1.0")
         if not 0 <= self.least_step < self.most_step:
             raise UserError(
                 f"Mamba2.least_step ({self.least_step}) must be at least 0 and below most_step "
@@ -61,6 +83,10 @@ class Mamba2(Mixer):
         shapes = zip(projections.MAMBA_CONVOLVED, ((N, V), (self.groups, K), (self.groups, K)), strict=True)
         inputs = {f"{STATE}_{by.name}": jnp.zeros((batch, before, *shape), dtype) for by, shape in shapes}
         return inputs | {STATE: jnp.zeros((batch, N, K, V), jnp.float32)}
+
+    def multiplier(self, by: Projection) -> float:
+        """The factor of what this projection makes."""
+        return dict(zip(projections.MAMBA, self.projection_multipliers, strict=True)).get(by, 1.0)
 
     def narrower(self, factor: float) -> Mamba2:
         head_dim, state_dim = (max(8, round(size * factor / 8) * 8) for size in (self.head_dim, self.state_dim))
@@ -88,12 +114,17 @@ class _Mamba2(MixerLayer):
         self.decay_log = layers.param(rngs, (N,), ("norm",), log_of_rates(1.0))
         self.time_bias = layers.param(rngs, (N,), ("norm",), inverse_of_steps)
         self.skip = layers.param(rngs, (N,), ("norm",), layers.ones)
-        self.out_norm = layers.Norm(
-            (N, V), kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs, axes=projections.MAMBA_VALUE.out_axes
-        )
+        if config.norm is not GateNorm.NONE:
+            self.out_norm = layers.Norm(
+                (N, V), kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs, axes=projections.MAMBA_VALUE.out_axes
+            )
         self.out = layers.projection(rngs, projections.MAMBA_OUT, (N, V, D), 0.5 / sizes.num_layers)
         if config.bias.of_projections:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
+
+    def project(self, by: Projection, x: jax.Array) -> jax.Array:
+        y, factor = super().project(by, x), self.config.multiplier(by)
+        return y if factor == 1 else y * factor
 
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
         config = self.config
@@ -106,8 +137,10 @@ class _Mamba2(MixerLayer):
         written = v.astype(jnp.float32) * step[..., None]
         y, after = linear.attend(q, rows.real(k), written, rows.real(decay), rows.segment_ids, rows.before)
         y = y + self.skip[...][:, None] * v.astype(jnp.float32)
+        y = self._normed(y) if config.norm is GateNorm.BEFORE else y
         y = y * jax.nn.silu(self.project(projections.MAMBA_GATE, x_BTD).astype(jnp.float32))
-        y = self.project(projections.MAMBA_OUT, self._normed(y).astype(x_BTD.dtype))
+        y = self._normed(y) if config.norm is GateNorm.AFTER else y
+        y = self.project(projections.MAMBA_OUT, y.astype(x_BTD.dtype))
         return y, rows.after(state, after)
 
     def _normed(self, y_BTNV: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import abc
 import enum
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +62,13 @@ class Rows(NamedTuple):
       segment_ids: [B, T] documents, each of which begins with an empty state; None: each row goes on with one.
       state: what the rows have read before; None: nothing, and no state is wanted.
       counts: [B], the number of real tokens, the first of each row; None: all are real.
+      number: of the layer in the model, for mixers that are `numbered`.
     """
 
     segment_ids: jax.Array | None = None
     state: LayerCache | None = None
     counts: jax.Array | None = None
+    number: jax.Array | int = 0
 
     @property
     def before(self) -> jax.Array | None:
@@ -103,13 +105,15 @@ class MixerLayer(nnx.Module):
     def mix(self, x_BTD: jax.Array, rows: Rows) -> tuple[jax.Array, LayerCache]:
         """The results [B, T, D], and the state after the last real token ({} if `rows` has none)."""
 
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-        """The results for packed rows."""
-        return self.mix(x_BTD, Rows(segment_ids_BT))[0]
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array, number: jax.Array | int = 0) -> jax.Array:
+        """The results for packed rows, in the layer of this number."""
+        return self.mix(x_BTD, Rows(segment_ids_BT, number=number))[0]
 
-    def cached(self, x_BTD: jax.Array, layer: LayerCache, now: PrefillInputs) -> tuple[jax.Array, LayerCache]:
-        """The results for the next tokens of rows, and their updated state."""
-        return self.mix(x_BTD, Rows(state=layer, counts=now.counts))
+    def cached(
+        self, x_BTD: jax.Array, layer: LayerCache, now: PrefillInputs, number: jax.Array | int = 0
+    ) -> tuple[jax.Array, LayerCache]:
+        """The results for the next tokens of rows, in the layer of this number, and their updated state."""
+        return self.mix(x_BTD, Rows(state=layer, counts=now.counts, number=number))
 
     def project(self, by: Projection, x: jax.Array) -> jax.Array:
         """The product with the projection's weight, plus its bias."""
@@ -158,10 +162,12 @@ class Mixer(abc.ABC):
     """A mixer's configuration: a frozen dataclass that is bound by Gin.
 
     Attributes:
-      taps: tokens that a convolution of it sees, the current one included.
+      taps: tokens that a convolution of it sees, the current one included; None: it has none.
+      numbered: whether layers differ by their numbers.
     """
 
-    taps: int
+    taps: int | None = None
+    numbered: ClassVar[bool] = False
 
     def check(self, *sizes: str, multiple: tuple[str, str] | None = None) -> None:
         """Refuses sizes below 1, a first of two sizes that is no multiple of the second, and convolutions of one token."""
@@ -169,7 +175,7 @@ class Mixer(abc.ABC):
         for size in sizes:
             if getattr(self, size) < 1:
                 raise UserError(f"{name}.{size} is {getattr(self, size)}, must be at least 1")
-        if self.taps < 2:
+        if self.taps is not None and self.taps < 2:
             raise UserError(f"{name}.taps is {self.taps}, must be at least 2: try {type(self).taps}")
         if multiple is None:
             return

@@ -31,6 +31,7 @@ from capibara.models.layers.stack import LayerLoop
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.kinds import LayerKind, Layers
 from capibara.models.parts.latent_sizes import LatentAttention
+from capibara.models.parts.multipliers import Multipliers
 from capibara.models.parts.router import Moe, Weighted
 
 
@@ -91,7 +92,8 @@ class NormPlacement(enum.StrEnum):
 
     pre: the inputs of its branches. post: the sums after its residuals (BERT). sandwich: inputs and outputs of its
     branches (Gemma 2). output: their outputs alone (OLMo 2). mixed: inputs in recurrent layers, outputs in the others
-    (OLMo Hybrid).
+    (OLMo Hybrid). stream: the residual stream itself, to which a branch adds what it makes of the same values
+    (MiniMax-Text-01).
     """
 
     PRE = "pre"
@@ -99,6 +101,7 @@ class NormPlacement(enum.StrEnum):
     SANDWICH = "sandwich"
     OUTPUT = "output"
     MIXED = "mixed"
+    STREAM = "stream"
 
     def of(self, kind: LayerKind) -> NormPlacement:
         """The placement in a layer of this kind."""
@@ -109,7 +112,7 @@ class NormPlacement(enum.StrEnum):
     @property
     def of_inputs(self) -> bool:
         """Whether the inputs of a block's branches are normalised, in some layers at least."""
-        return self in (NormPlacement.PRE, NormPlacement.SANDWICH, NormPlacement.MIXED)
+        return self in (NormPlacement.PRE, NormPlacement.SANDWICH, NormPlacement.MIXED, NormPlacement.STREAM)
 
     @property
     def of_outputs(self) -> bool:
@@ -166,6 +169,7 @@ class FinalNorm(enum.StrEnum):
 
 OF_DECODERS = (
     "attention_gate", "embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent", "mixer",
+    "multipliers",
 )  # fmt: skip
 _NOT_LATENT = (
     "bias",
@@ -210,6 +214,7 @@ class TransformerConfig(Layers):
       attention_clip: queries, keys and values are clipped to at most this magnitude (MPT, OLMo); None: they are not.
       embedding_multiplier, residual_multiplier: factors of the token embeddings, and of what a block's branches add to
         the residual stream (Granite).
+      multipliers: factors within the branches.
       embedding_norm: whether the token embeddings are normalised.
       inner_norm: whether the inputs of the last projections of attention and of the MLP are normalised.
       head_bias: whether the output projection has a bias.
@@ -254,6 +259,7 @@ class TransformerConfig(Layers):
     attention_gate: AttentionGate = AttentionGate.NONE
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
+    multipliers: Multipliers = Multipliers()
     embedding_norm: EmbeddingNorm = EmbeddingNorm.NONE
     inner_norm: InnerNorm = InnerNorm.NONE
     head_bias: HeadBias = HeadBias.NONE
@@ -438,6 +444,7 @@ def _check_variants(config: TransformerConfig) -> None:
             f"{own}.num_layers ({config.num_layers}) layers experts: try "
             f"{max(0, config.num_layers - len(config.moe.pattern))} first ones, or leave {own}.moe out"
         )
+    _check_multipliers(config)
     if config.activation is Activation.XIELU and config.moe is not None:
         raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
     if config.residual is Residual.SHARED and config.norm_placement is not NormPlacement.PRE:
@@ -466,6 +473,36 @@ def _check_variants(config: TransformerConfig) -> None:
     if config.value_head and (config.data_kind != "causal" or config.head is Head.SCORE):
         raise UserError(
             f"{own}.value_head is True, which causal decoders with logits have alone: set it to False, or {own}.head = 'tied'"
+        )
+
+
+def _check_multipliers(config: TransformerConfig) -> None:
+    own, multipliers = type(config).__name__, config.multipliers
+    if multipliers.mlp_gate != 1 and config.moe is not None:
+        raise UserError(
+            f"Multipliers.mlp_gate ({multipliers.mlp_gate}) must be 1.0 with {own}.moe, it is of MLPs: leave it out, or moe"
+        )
+    of_mixers = (multipliers.mixer_input, multipliers.mixer_output, multipliers.mixer_residual)
+    if config.mixer is None and of_mixers != (1.0, 1.0, 1.0):
+        raise UserError(
+            f"Multipliers.mixer_input, mixer_output and mixer_residual {of_mixers} must be 1.0 where {own}.mixer is None: "
+            "leave them out"
+        )
+    in_stream = config.norm_placement is NormPlacement.STREAM
+    if multipliers.residuals != (1.0, 1.0, 1.0) and not in_stream:
+        raise UserError(
+            f"Multipliers.attention_residual, mixer_residual and mlp_residual {multipliers.residuals} must be 1.0 where "
+            f"{own}.norm_placement is {str(config.norm_placement)!r}: leave them out, or write 'stream'"
+        )
+    if in_stream and config.residual is not Residual.SEQUENTIAL:
+        raise UserError(
+            f"{own}.norm_placement is 'stream' and residual {str(config.residual)!r}, which has no such norms: write "
+            "'sequential'"
+        )
+    if multipliers.mlp_gate != 1 and not config.activation.gated:
+        raise UserError(
+            f"Multipliers.mlp_gate ({multipliers.mlp_gate}) must be 1.0 without a gate, {own}.activation is "
+            f"{str(config.activation)!r}: leave it out, or try 'swiglu'"
         )
 
 
@@ -509,8 +546,10 @@ def refuse(config: TransformerConfig, *names: str) -> None:
             f"Moe.first_dense ({config.moe.first_dense}) and pattern ({', '.join(config.moe.pattern)}) are for decoders only: "
             "leave them out"
         )
-    if config.norm_placement is NormPlacement.MIXED:
-        raise UserError(f"{type(config).__name__}.norm_placement ('mixed') is for decoders only: try 'pre'")
+    if config.norm_placement in (NormPlacement.MIXED, NormPlacement.STREAM):
+        raise UserError(
+            f"{type(config).__name__}.norm_placement ({str(config.norm_placement)!r}) is for decoders only: try 'pre'"
+        )
     if config.qk_norm is QKNorm.UNIT:
         raise UserError(f"{type(config).__name__}.qk_norm ('unit') is for decoders only: try 'head'")
     if config.activation is Activation.XIELU:

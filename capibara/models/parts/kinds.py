@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 
+from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.router import Moe
 
 
@@ -12,7 +13,8 @@ class LayerKind(enum.StrEnum):
     """Whether a layer's queries attend to the whole row (global) or to a sliding window (local).
 
     unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2). recurrent: the layer has the
-    model's mixer in place of attention (Qwen3-Next, LFM2). feed_forward: the layer has an MLP or experts and nothing
+    model's mixer in place of attention (Qwen3-Next, LFM2). hybrid: attention as in global layers and the model's mixer
+    read the same input, and their results are added (Falcon-H1). feed_forward: the layer has an MLP or experts and nothing
     else, and the other layers have no MLP (Nemotron-H).
     """
 
@@ -20,6 +22,7 @@ class LayerKind(enum.StrEnum):
     LOCAL = "local"
     UNROTATED = "unrotated"
     RECURRENT = "recurrent"
+    HYBRID = "hybrid"
     FEED_FORWARD = "feed_forward"
 
     @property
@@ -27,12 +30,24 @@ class LayerKind(enum.StrEnum):
         """Whether the layer has attention."""
         return self not in (LayerKind.RECURRENT, LayerKind.FEED_FORWARD)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether the layer has the model's mixer."""
+        return self in (LayerKind.RECURRENT, LayerKind.HYBRID)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules of the layer's first branch."""
+        there = {"attention": self.attends, "mixer": self.mixes, "mlp": self is LayerKind.FEED_FORWARD}
+        return tuple(module for module, is_there in there.items() if is_there)
+
 
 class Layers:
     """What a model's configuration says of its layers."""
 
     num_layers: int
     mlp_dim: int
+    mixer: Mixer | None
     moe: Moe | None
 
     @property
@@ -85,8 +100,8 @@ class Layers:
         """The modules of a layer that some layers lack, and the numbers of the layers that have them."""
         numbers: dict[str, list[int]] = {}
         for layer, kind in enumerate(self.kinds):
-            module = "attention" if kind.attends else "mixer" if kind is LayerKind.RECURRENT else "mlp"
-            numbers.setdefault(module, []).append(layer)
+            for module in kind.modules:
+                numbers.setdefault(module, []).append(layer)
         some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
         if dense := self.dense_layers:
             some |= {"first_mlp": dense, "mlp": tuple(n for n in range(self.num_layers) if n not in dense)}
@@ -103,7 +118,7 @@ class Layers:
     @property
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
-        return not self.module_layers
+        return not self.module_layers and not (self.mixer is not None and self.mixer.numbered)
 
     @property
     def kv_layers(self) -> int:

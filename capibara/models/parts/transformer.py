@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from capibara.models.parts.config import InnerNorm, NormPlacement, Residual, Tra
 from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent import Latent
 from capibara.models.parts.moe import MoeMLP
+from capibara.models.parts.multipliers import scaled
 from capibara.sharding import constrain
 
 Branch = Callable[[jax.Array], jax.Array]
@@ -69,6 +71,7 @@ class Shared(NamedTuple):
       dense: whether the layer has an MLP where others have experts.
       bare: whether the layer's attention reads its input without a norm.
       distances_RD: embeddings of distances, of disentangled attention.
+      number: of the layer, where dropout or its mixer asks for it.
     """
 
     row_positions: jax.Array | None = None
@@ -79,6 +82,7 @@ class Shared(NamedTuple):
     dense: bool = False
     bare: bool = False
     distances_RD: jax.Array | None = None
+    number: jax.Array | int = 0
 
 
 class MLP(nnx.Module):
@@ -124,6 +128,7 @@ class MLP(nnx.Module):
         if self.config.activation.gated:
             gate = layers.dense(x_BTD, into[1], quantization=quantization, adapter=gate_lora)
             gate = gate + self.gate_bias[...].astype(dtype) if self.config.bias.of_mlp else gate
+            gate = scaled(gate, self.config.multipliers.mlp_gate)
             gate = constrain(gate, ("batch", "act_time", "act_mlp"))
             gate = layers.named(gate, projections.GATE)
             h = self.config.gating.gate(gate if on_gate is None else on_gate(gate), h)
@@ -172,9 +177,13 @@ class Block(nnx.Module):
         stats: Stats = {}
 
         def attention(x: jax.Array) -> jax.Array:
-            if layer_kind is LayerKind.RECURRENT:
-                return dropout.apply(shared.drop, self._mixed(x, rows, shared), Site.ATTENTION)
-            return dropout.apply(shared.drop, self.attended(x, rows, shared, kind, layer_kind), Site.ATTENTION)
+            y = self._beside(
+                x,
+                layer_kind,
+                lambda x: self.attended(x, rows, shared, kind, layer_kind),
+                lambda x: self._mixed(x, rows, shared),
+            )
+            return dropout.apply(shared.drop, y, Site.ATTENTION)
 
         if self.config.one_branch:
             return self._alone(
@@ -216,19 +225,22 @@ class Block(nnx.Module):
         """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
 
-        def attention(x: jax.Array) -> jax.Array:
-            if layer_kind is LayerKind.RECURRENT:
-                y, new = self.mixer.cached(x, layer, now)
-                written.update(new)
-                return y
-            angles = None if rows.angles is None else rows.angles.get(layer_kind)
+        def attended(x: jax.Array) -> jax.Array:
             y, new = self.attention.cached(
-                x, layer, now, kind=kind, angles=angles,
+                x, layer, now, kind=kind, angles=None if rows.angles is None else rows.angles.get(layer_kind),
                 bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
                 query_scale_BT=rows.scale_of(layer_kind),
             )  # fmt: skip
             written.update(new)
             return y
+
+        def mixed(x: jax.Array) -> jax.Array:
+            y, new = self.mixer.cached(x, layer, now, shared.number)
+            written.update(new)
+            return y
+
+        def attention(x: jax.Array) -> jax.Array:
+            return self._beside(x, layer_kind, attended, mixed)
 
         if self.config.one_branch:
             return self._alone(
@@ -236,13 +248,23 @@ class Block(nnx.Module):
             ), written
         return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {}), layer_kind), written
 
+    def _beside(self, x_BTD: jax.Array, kind: LayerKind, attended: Branch, mixed: Branch) -> jax.Array:
+        """What attention and the mixer make of the same input, together; most kinds of layers have one of them."""
+        factors = self.config.multipliers
+        results: list[jax.Array] = []
+        if kind.attends:
+            results.append(scaled(attended(scaled(x_BTD, factors.attention_input)), factors.attention_output))
+        if kind.mixes:
+            results.append(scaled(mixed(scaled(x_BTD, factors.mixer_input)), factors.mixer_output))
+        return functools.reduce(operator.add, results)
+
     def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
         if shared.row_positions is not None:
             raise UserError(
                 "Plan.context is above 1, and recurrent layers read a row's tokens one after the other: set Plan.context to "
                 "1, and share out by fsdp, tensor or data"
             )
-        return layers.named(self.mixer(x_BTD, rows.segment_ids), projections.OUT)
+        return layers.named(self.mixer(x_BTD, rows.segment_ids, shared.number), projections.OUT)
 
     def _alone(self, x_BTD: jax.Array, branch: Branch) -> jax.Array:
         with jax.named_scope("branch"):
@@ -263,19 +285,24 @@ class Block(nnx.Module):
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
-        mlp = self.first_mlp if shared.dense else self.mlp
+        mlp, factor = self.first_mlp if shared.dense else self.mlp, self.config.multipliers.mlp_output
 
         def part(x: jax.Array) -> jax.Array:
             if not isinstance(mlp, MoeMLP):
-                return dropout.apply(shared.drop, mlp(x, shared.drop), Site.MLP)
+                return dropout.apply(shared.drop, scaled(mlp(x, shared.drop), factor), Site.MLP)
             y, of_experts = mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions)
             stats.update(of_experts)
-            return dropout.apply(shared.drop, y, Site.MLP)
+            return dropout.apply(shared.drop, scaled(y, factor), Site.MLP)
 
         return part
 
     def add(self, x: jax.Array, name: str, part: Branch, kind: LayerKind = LayerKind.GLOBAL) -> jax.Array:
         """`x + part(x)`, with the norms of that name of a block of this kind. Profiles show the name."""
+        if self.config.norm_placement is NormPlacement.STREAM:
+            with jax.named_scope(name):
+                x = getattr(self, f"{name}_norm")(x)
+                factor = self.config.multipliers.of_stream(name, kind)
+                return residual(scaled(x, factor) + self._scaled(part(within(x))))
         if self.config.norm_placement is NormPlacement.POST:
             with jax.named_scope(name):
                 return residual(getattr(self, f"{name}_norm")(x + self._scaled(part(within(x)))))

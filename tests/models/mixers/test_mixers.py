@@ -20,10 +20,12 @@ from capibara.models.api import (
     EncoderConfig,
     GatedDelta,
     KimiDelta,
+    Lightning,
     Lora,
     Mamba,
     Mamba2,
     Moe,
+    Multipliers,
     RgLru,
     ShortConv,
 )
@@ -38,13 +40,30 @@ MIXERS |= {"mamba": Mamba(inner_dim=24, state_dim=5, step_rank=6, taps=3, bias="
 MIXERS |= {"turning": dataclasses.replace(MIXERS["delta"], most_strength=2.0, norm_eps=1e-3)}
 MIXERS |= {"rg_lru": RgLru(inner_dim=32, blocks=4, taps=3)}
 MIXERS |= {"kimi": KimiDelta(heads=3, head_dim=8, taps=3)}
+MIXERS |= {"lightning": Lightning(heads=3, head_dim=8)}
 OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
 # Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
 OF_ONE = {"alone": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent",), mlp_dim=0, positions="none")}
 OF_ONE |= {"branches": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent", "feed_forward", "global"))}
 # Norms of inputs before mixers and of outputs behind attention (OLMo Hybrid).
 MIXED = {"mixed": OF_TWO["turning"] | dict(norm_placement="mixed", qk_norm="whole")}
-MODELS = OF_TWO | OF_ONE | MIXED
+# Attention and a mixer side by side in each layer, with factors (Falcon-H1).
+FACTORS = Multipliers(
+    attention_input=1.2, attention_output=0.7, mixer_input=1.1, mixer_output=0.9, mlp_gate=0.8, mlp_output=0.6
+)
+SSM = dict(norm="before", projection_multipliers=(0.4, 0.5, 0.6, 0.7, 0.8))
+HYBRID = {
+    "hybrid": dict(
+        mixer=dataclasses.replace(MIXERS["mamba2"], **SSM), layer_pattern=("hybrid",), multipliers=FACTORS, bias="all"
+    )
+}
+HYBRID |= {
+    "hybrid_bare": dict(mixer=dataclasses.replace(MIXERS["mamba2"], norm="none"), layer_pattern=("hybrid", "global"))
+}
+# Branches that are added to the normalised stream (MiniMax-Text-01).
+ADDED = Multipliers(attention_residual=1.3, mixer_residual=0.8, mlp_residual=1.1, mixer_output=0.7)
+STREAM = {"stream": OF_TWO["lightning"] | dict(norm_placement="stream", multipliers=ADDED)}
+MODELS = OF_TWO | OF_ONE | MIXED | HYBRID | STREAM
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 LENGTH = 96
 
@@ -100,6 +119,45 @@ def test_norms_are_where_the_kinds_of_layers_have_them():
         "attention_norm": 4, "mlp_norm": 4, "attention_post_norm": 1, "mlp_post_norm": 1
     }  # fmt: skip
     assert numbers["mlp_norm"] == numbers["mixer"] and numbers["mlp_post_norm"] == numbers["attention"]
+
+
+def test_a_hybrid_layer_has_attention_and_a_mixer():
+    model, _ = made(config_of("hybrid"))
+    shapes = model.abstract_params["layers"]
+    assert shapes["attention"]["query"].shape[0] == shapes["mixer"]["out"].shape[0] == 5
+    assert not model.config.module_layers and model.config.runs_in_stages
+    alternating, _ = made(config_of("hybrid_bare"))
+    assert alternating.config.module_layers == {"mixer": (0, 2, 4)}
+    assert "out_norm" not in alternating.abstract_params["layers"]["mixer"]
+
+
+def test_a_hybrid_layer_adds_both_results():
+    model, params = made(config_of("hybrid", num_layers=1, final_norm="none"))
+    batch = row(np.arange(20, dtype=np.int32) + 5, np.ones(20))
+
+    last = {"attention": "out", "mixer": "out", "mlp": "down"}
+
+    def without(*modules):
+        layer = dict(params["layers"])
+        for module in modules:
+            layer[module] = layer[module] | {
+                name: layer[module][name] * 0 for name in (last[module], f"{last[module]}_bias")
+            }
+        return np.asarray(model.hidden(params | {"layers": layer}, batch)[0], np.float64)
+
+    stream, of_both = without(*last), without("mlp")
+    of_each = without("mlp", "mixer") + without("mlp", "attention") - stream
+    np.testing.assert_allclose(of_both, of_each, atol=1e-5)
+    assert np.abs(of_both - stream).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid_bare"])
+def test_pages_hold_the_keys_of_hybrid_layers_beside_their_states(name):
+    prompts = [list(range(10, 50)), list(range(60, 67))]
+    paged = engine(name, page_size=16, pages=12)
+    streams = [paged.submit(prompt, GREEDY) for prompt in prompts]
+    want = [engine(name).submit(prompt, GREEDY).result().tokens for prompt in prompts]
+    assert [stream.result().tokens for stream in streams] == want
 
 
 def test_a_layer_of_one_branch_has_one_module():
@@ -187,6 +245,26 @@ def test_a_recurrence_has_flops_of_its_own():
     assert count(config, 128) - count(config, 64) == 2 * 3 * 4 * 16 * 32
 
 
+def test_each_layer_and_head_of_lightning_attention_forgets_at_its_own_rate():
+    config = config_of("lightning", num_layers=7)
+    rates = config.mixer.rates(7)
+    np.testing.assert_allclose(rates[0], [2 ** (-8 / 3 * head) * (1 + 1e-5) for head in (1, 2, 3)])
+    np.testing.assert_allclose(rates[6] / rates[0], 1.17e-5, rtol=1e-2)
+    assert (np.diff(rates, axis=0) < 0).all() and (np.diff(rates, axis=1) < 0).all()
+    model, params = made(config)
+    alike, _ = made(dataclasses.replace(config, layer_loop="unroll"))
+    batch = row(np.arange(40, dtype=np.int32) + 5, np.ones(40))
+    want = np.asarray(jax.jit(model.logits)(params, batch))
+    np.testing.assert_allclose(jax.jit(alike.logits)(params, batch), want, atol=1e-5 * np.abs(want).max())
+
+
+def test_layers_that_differ_by_their_number_are_no_stages():
+    alone = dict(mixer=MIXERS["lightning"], layer_pattern=("recurrent",), positions="none")
+    config = DecoderConfig(**SIZES | dict(num_layers=4) | alone)
+    assert not config.module_layers and not config.runs_in_stages
+    assert DecoderConfig(**SIZES | alone | dict(mixer=MIXERS["mamba2"])).runs_in_stages
+
+
 def test_a_context_axis_is_refused():
     config = config_of("delta")
     model, params = made(config)
@@ -203,6 +281,25 @@ def test_a_context_axis_is_refused():
         (dict(layer_pattern=("recurrent", "global")), "DecoderConfig.mixer is None"),
         (dict(mixer=ShortConv()), "DecoderConfig.mixer is for recurrent layers, layer_pattern has global"),
         (dict(mixer=ShortConv(), layer_pattern=("recurrent",)), "positions .'rope'. are of attention, no layer"),
+        (
+            HYBRID["hybrid"] | dict(norm_placement="mixed"),
+            "must have recurrent layers and others that attend alone, layer_pattern has hybrid",
+        ),
+        (dict(layer_pattern=("hybrid",)), "DecoderConfig.mixer is None"),
+        (
+            OF_TWO["lightning"] | dict(multipliers=ADDED),
+            r"attention_residual, mixer_residual and mlp_residual \(1.3, 0.8, 1.1\) must be 1.0 where .* is 'pre'",
+        ),
+        (STREAM["stream"] | dict(residual="parallel"), "norm_placement is 'stream' and residual 'parallel'"),
+        (
+            dict(multipliers=Multipliers(mlp_gate=2.0), activation="gelu"),
+            "Multipliers.mlp_gate .2.0. must be 1.0 without a gate, DecoderConfig.activation is 'gelu'",
+        ),
+        (dict(multipliers=Multipliers(mlp_gate=2.0), moe=Moe(num_experts=4)), "must be 1.0 with DecoderConfig.moe"),
+        (
+            dict(multipliers=FACTORS),
+            r"mixer_output and mixer_residual \(1.1, 0.9, 1.0\) must be 1.0 where DecoderConfig.mixer is None",
+        ),
         (dict(mlp_dim=-1), "DecoderConfig.mlp_dim is -1, must be at least 0"),
         (dict(norm_placement="mixed"), "norm_placement is 'mixed', must have recurrent layers and others"),
         (OF_ONE["branches"] | dict(mlp_dim=0), "mlp_dim is 0, and layer_pattern has feed_forward layers"),
@@ -234,6 +331,14 @@ def test_what_contradicts_is_refused(fields, message):
         (lambda: Moe(num_experts=4, pattern=("dense",)), "Moe.pattern is .'dense',., must have 'experts'"),
         (lambda: Mamba(step_rank=0), "Mamba.step_rank is 0, must be at least 1"),
         (lambda: Mamba(norms_eps=0.0), "Mamba.norms_eps is 0.0, must be above 0"),
+        (lambda: Lightning(head_dim=0), "Lightning.head_dim is 0, must be at least 1"),
+        (lambda: Lightning(norm_eps=0.0), "Lightning.norm_eps is 0.0, must be finite and above 0"),
+        (
+            lambda: Mamba2(projection_multipliers=(1.0,)),
+            "Mamba2.projection_multipliers has 1 numbers, must have one for",
+        ),
+        (lambda: Mamba2(projection_multipliers=(0.0,) * 5), "Mamba2.projection_multipliers has 0.0, must be finite"),
+        (lambda: Multipliers(mlp_gate=-1.0), "Multipliers.mlp_gate is -1.0, must be finite and above 0"),
         (lambda: RgLru(inner_dim=25, blocks=4), "RgLru.inner_dim .25. must be a multiple of blocks .4.: try 24"),
         (lambda: KimiDelta(heads=0), "KimiDelta.heads is 0, must be at least 1"),
         (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),

@@ -21,6 +21,7 @@ from capibara.models.parts.config import (
     Residual,
 )
 from capibara.models.parts.kinds import LayerKind
+from capibara.models.parts.multipliers import Multipliers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,7 @@ class SharedKeysConfig(DecoderConfig):
             "window_kind": ("sliding",),
             "residual": (Residual.SEQUENTIAL,),
             "residual_multiplier": (1.0,),
+            "multipliers": (Multipliers(),),
         }
         own = type(self).__name__
         name_of_model = own.removesuffix("Config").replace("Gemma", "Gemma ")
