@@ -260,7 +260,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         fields["transform_activation"] = config.before_head
     if isinstance(config, DecoderConfig | EncoderConfig):
         kinds = families.kinds(config)
-        fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, "global" in kinds)}
+        fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, bool(WHOLE & {*kinds}))}
     if isinstance(config, Gemma3nConfig):
         fields |= gemma3n.resolved(config)
     return fields
@@ -277,6 +277,7 @@ _CLASSES = {
 }
 
 
+WHOLE = {"global", "hybrid"}  # layers with the rotary positions of the whole row
 _ROTATED = {True: LayerKind.LOCAL, False: LayerKind.GLOBAL}
 
 

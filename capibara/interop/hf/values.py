@@ -69,7 +69,9 @@ _NUMBERS = (
     "altup_coef_clip", "logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling",
     "clip_qkv", "alpha", "llama_4_scaling_beta", "softmax_scale", "routed_scaling_factor", "moe_norm_min",
     "short_mscale", "long_mscale", "router_jitter_noise", "route_scale",
-    "attn_scale",
+    "attn_scale", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier",
+    "ssm_in_multiplier", "ssm_out_multiplier", "full_attn_alpha_factor", "full_attn_beta_factor",
+    "linear_attn_alpha_factor", "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor",
 )  # fmt: skip
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 _TEXTS = (

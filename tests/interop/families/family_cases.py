@@ -18,5 +18,7 @@ IMPLEMENTATIONS = {"falcon": "sdpa"}
 ANSWERING = {"llama4": "language_model"}
 # Ends of the names of parameters that are not trained.
 UNTRAINED = {"pegasus": ("embed_positions.weight",)}
+# Ends of the names of tensors that are no parameters: files may lack them, and transformers computes them then.
+CONSTANTS = {"minimax": ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}
 # Classes that AutoModelForCausalLM does not know.
 CLASSES = {"mistral4": "Mistral4ForCausalLM"} | wrapped_families.CLASSES

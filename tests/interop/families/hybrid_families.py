@@ -16,6 +16,10 @@ MAMBA2 |= dict(mamba_expand=2, num_hidden_layers=3, time_step_limit=[0.1, 2.0])
 FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.5, attention_multiplier=0.3, logits_scaling=2.0)
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 GRANITE = dict(RMS, model_type="granitemoehybrid", layer_types=MIXED) | MAMBA2 | FACTORS
+FALCON = dict(RMS, model_type="falcon_h1", mamba_d_ssm=64, rope_parameters=rope(theta=500.0)) | MAMBA2
+FALCON |= dict(embedding_multiplier=3.0, lm_head_multiplier=0.5, key_multiplier=0.7, attention_in_multiplier=1.5)
+FALCON |= dict(attention_out_multiplier=0.6, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8)
+FALCON |= dict(mlp_multipliers=[0.9, 0.4], ssm_multipliers=[0.35, 0.5, 0.6, 0.7, 0.8])
 
 ALONE = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, expand=2, conv_kernel=3, layer_norm_epsilon=1e-5)
 ALONE |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=None, state_size=6)
@@ -30,6 +34,9 @@ KIMI |= dict(linear_conv_kernel_dim=3, layer_types=["linear_attention", *MIXED],
 KIMI |= dict(kv_lora_rank=12, q_lora_rank=None, qk_rope_head_dim=8, v_head_dim=10, qk_nope_head_dim=6)
 KIMI |= dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4)
 KIMI |= dict(topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True)
+MINIMAX = dict(RMS, model_type="minimax", num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2, block_size=8)
+MINIMAX |= dict(full_attn_alpha_factor=1.5, full_attn_beta_factor=0.7, linear_attn_alpha_factor=1.25)
+MINIMAX |= dict(linear_attn_beta_factor=0.8, mlp_alpha_factor=0.9, mlp_beta_factor=1.1)
 
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
@@ -45,9 +52,20 @@ CASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid_dense": GRANITE
     | dict(num_local_experts=0, shared_intermediate_size=40, position_embedding_type="rope", rope_parameters=rope())
     | dict(tie_word_embeddings=True, time_step_limit=[0.0, float("inf")], mamba_conv_bias=False),
+    # Granite 4 without recurrent layers, and without attention.
+    "granitemoehybrid_attention": GRANITE
+    | dict(layer_types=["full_attention"] * 3, num_local_experts=0, shared_intermediate_size=40)
+    | dict(position_embedding_type="rope", rope_parameters=rope()),
+    "granitemoehybrid_recurrent": GRANITE
+    | dict(layer_types=None, num_local_experts=4, intermediate_size=24, shared_intermediate_size=40),
     "bamba": dict(RMS, model_type="bamba", attn_layer_indices=[1], attention_bias=True, mlp_bias=True)
     | MAMBA2
     | dict(mamba_proj_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)),
+    "falcon_h1": FALCON
+    | dict(mamba_rms_norm=True, mamba_norm_before_gate=False, attention_bias=True, mlp_bias=True, mamba_proj_bias=True)
+    | dict(projectors_bias=True, head_dim=16),
+    "falcon_h1_normed": FALCON | dict(mamba_rms_norm=True, tie_word_embeddings=True, mamba_conv_bias=False),
+    "falcon_h1_plain": FALCON | dict(time_step_limit=[0.0, float("inf")]),
     "qwen3_5_moe": dict(RMS, model_type="qwen3_5_moe_text", rope_parameters=rope(partial_rotary_factor=0.5))
     | DELTA
     | EXPERTS
@@ -77,6 +95,9 @@ CASES: dict[str, dict[str, Any]] = {
         RMS | DELTA, model_type="olmo_hybrid", linear_value_head_dim=4, tie_word_embeddings=True
     )
     | dict(rope_parameters=dict(rope_type="default", rope_theta=None), linear_allow_neg_eigval=False),
+    "minimax": MINIMAX | dict(layer_types=MIXED, rope_parameters=rope(theta=500.0)),
+    "minimax_window": MINIMAX | dict(layer_types=None, sliding_window=7, head_dim=16, tie_word_embeddings=True),
+    "minimax_lightning": MINIMAX | dict(layer_types=["linear_attention"] * 3, num_key_value_heads=4),
     "recurrent_gemma": dict(RMS, model_type="recurrent_gemma", num_hidden_layers=4, attention_window_size=7)
     | dict(lru_width=24, conv1d_width=3, logits_soft_cap=2.0, attention_bias=True, tie_word_embeddings=True),
 }

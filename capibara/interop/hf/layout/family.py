@@ -130,6 +130,7 @@ LAYER_NORM = {"norm_eps": "layer_norm_eps"}
 CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final_logit_softcapping"}
 NO_BIAS = {"attention_bias": (False, None)}
 ATTENTION_BIAS = {"attention_bias": "attention"}
+ONLY_SILU = {"hidden_act": ("silu", "swish")}  # of mixers, too
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -193,8 +194,13 @@ def expert_layers(sparse: Sequence[bool], of: str) -> dict[str, Any]:
 OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def recurrent(values: Values, name: str) -> dict[str, Any]:
+def recurrent(values: Values, name: str, *, both: bool = True) -> dict[str, Any]:
     """Our layer_pattern for layer_types, in which recurrent layers have this name.
+
+    Args:
+      values: of config.json.
+      name: of recurrent layers.
+      both: whether there must be layers of both kinds.
 
     Raises:
       UserError: a layer is of another kind, or there is not one entry for each layer.
@@ -208,7 +214,7 @@ def recurrent(values: Values, name: str) -> dict[str, Any]:
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(kinds)}")
     if len(types) != count:
         raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {count} layers")
-    if set(types) != set(kinds):
+    if both and set(types) != set(kinds):
         raise UserError(f"config.json has layer_types {types[0]!r} alone, must have both of {', '.join(kinds)}")
     return {"layer_pattern": shortest([kinds[kind] for kind in types])}
 

@@ -10,7 +10,16 @@ from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.dense.granite import FACTORS, FACTORS_READ, read_factors, write_factors
 from capibara.interop.hf.layout import rope as hf_rope
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, recurrent, write_recurrent
+from capibara.interop.hf.layout.family import (
+    ATTENTION_BIAS,
+    KEYS,
+    ONLY_SILU,
+    SILU,
+    Family,
+    Values,
+    recurrent,
+    write_recurrent,
+)
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     EXPERTS,
@@ -90,33 +99,40 @@ def write_steps(mixer: Mamba2) -> list[Any]:
     return [{"__float__": "Infinity"} if math.isinf(one) else one for one in ends]
 
 
-_MIXER = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state_dim": "mamba_d_state", "taps": "mamba_d_conv"}
-_MIXER_DEFAULTS: dict[str, Any] = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
-_MIXER_DEFAULTS |= {"mamba_expand": 2, "mamba_d_head": "auto", "mamba_conv_bias": True, "mamba_proj_bias": False}
-_MIXER_DEFAULTS |= {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+MIXER = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state_dim": "mamba_d_state", "taps": "mamba_d_conv"}
+MIXER_DEFAULTS: dict[str, Any] = {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+MIXER_DEFAULTS |= {"mamba_expand": 2, "mamba_d_head": "auto", "mamba_conv_bias": True, "mamba_proj_bias": False}
+MIXER_DEFAULTS |= {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
 
 
-def read_mixer(values: Values) -> Mamba2:
-    """The mixer, whose heads have mamba_expand times the model's width together.
+def read_mixer(values: Values, **further: Any) -> Mamba2:
+    """The mixer, whose heads have mamba_d_ssm channels together, or else mamba_expand times the model's width.
+
+    Args:
+      values: of config.json.
+      further: fields of the mixer that only some families have.
 
     Raises:
       UserError: mamba_d_head says otherwise.
     """
-    width, heads, size = values["mamba_expand"] * values["hidden_size"], values["mamba_n_heads"], values["mamba_d_head"]
+    width, heads, size = values.get("mamba_d_ssm"), values["mamba_n_heads"], values["mamba_d_head"]
+    of = f"mamba_d_ssm ({width})"
+    if width is None:
+        width = values["mamba_expand"] * values["hidden_size"]
+        of = f"mamba_expand ({values['mamba_expand']}) x hidden_size ({values['hidden_size']})"
     size = width // heads if size == "auto" else size
     if size * heads != width:
         raise UserError(
-            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be mamba_expand "
-            f"({values['mamba_expand']}) x hidden_size ({values['hidden_size']}) together: copy the file again"
+            f"config.json has mamba_n_heads = {heads} of mamba_d_head = {size}, must be {of} together: copy the file again"
         )
-    fields: dict[str, Any] = {ours: values[theirs] for ours, theirs in _MIXER.items()}
+    fields: dict[str, Any] = {ours: values[theirs] for ours, theirs in MIXER.items()}
     fields |= {"bias": BIASES[bool(values["mamba_conv_bias"]), bool(values["mamba_proj_bias"])], "head_dim": size}
-    return Mamba2(**fields | steps(values["time_step_limit"]))
+    return Mamba2(**fields | steps(values["time_step_limit"]) | further)
 
 
 def write_mixer(config: DecoderConfig, mixer: Mamba2) -> dict[str, Any]:
     """The way back."""
-    written = {theirs: getattr(mixer, ours) for ours, theirs in _MIXER.items()}
+    written = {theirs: getattr(mixer, ours) for ours, theirs in MIXER.items()}
     written |= {"mamba_expand": mixer.heads * mixer.head_dim // config.embed_dim, "mamba_d_head": mixer.head_dim}
     written |= {"mamba_conv_bias": mixer.bias.of_conv, "mamba_proj_bias": mixer.bias.of_projections}
     return written | {"time_step_limit": write_steps(mixer)}
@@ -129,12 +145,16 @@ def _prepare_granite(values: Values) -> Values:
     found = {**values}
     if not found["num_local_experts"]:
         found["intermediate_size"] = found["shared_intermediate_size"]
+    if found.get("layer_types") is None:
+        found["layer_types"] = ["linear_attention"] * found["num_hidden_layers"]
     return found
 
 
 def _read_granite(values: Values) -> dict[str, Any]:
-    fields = read_factors(values) | recurrent(values, "linear_attention") | {"mixer": read_mixer(values)}
-    if values.get("position_embedding_type") == "rope":
+    fields = read_factors(values) | recurrent(values, "linear_attention", both=False)
+    if "recurrent" in fields["layer_pattern"]:
+        fields["mixer"] = read_mixer(values)
+    if values.get("position_embedding_type") == "rope" and "global" in fields["layer_pattern"]:
         fields["rope"] = Rope(**hf_rope.read(values, _GRANITE))
     else:
         fields["positions"] = "none"
@@ -147,9 +167,12 @@ def _read_granite(values: Values) -> dict[str, Any]:
 
 def _write_granite(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, DecoderConfig), "the family's kind"
-    if not isinstance(config.mixer, Mamba2):
+    mixer = config.mixer
+    if not isinstance(mixer, Mamba2 | None):
         return {}
-    written = write_factors(config) | write_recurrent(config, "linear_attention") | write_mixer(config, config.mixer)
+    written = write_factors(config) | write_recurrent(config, "linear_attention")
+    # transformers checks these sizes even if no layer has them.
+    written |= {"mamba_n_heads": 1, "mamba_d_head": "auto"} if mixer is None else write_mixer(config, mixer)
     if config.positions == "rope":
         written |= {"position_embedding_type": "rope"} | hf_rope.write(config, dataclasses.replace(_GRANITE, rope=True))
     moe = config.moe
@@ -168,7 +191,6 @@ FEED_FORWARD = (
     ("post_attention_layernorm", "pre_ff_layernorm"),
     ("model.norm.", "model.final_layernorm."),
 )
-_NORMAL = {"hidden_act": ("silu", "swish")}
 _GRANITE_MLP = rows(
     [
         (L + "shared_mlp.input_linear.weight", "f d", f"{M}gate {M}up", "f"),
@@ -195,11 +217,11 @@ _GRANITE = Family(
     rope=False,
     defaults=SILU
     | FACTORS_READ
-    | _MIXER_DEFAULTS
+    | MIXER_DEFAULTS
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
     | {"shared_intermediate_size": 1024, "intermediate_size": 11008},
-    only=_NORMAL,
-    mixer_keys=_MIXER,
+    only=ONLY_SILU,
+    mixer_keys=MIXER,
     read_keys=("layer_types", "position_embedding_type", "head_dim", "rope_parameters", "rope_scaling")
     + ("max_position_embeddings", "partial_rotary_factor", "output_router_logits"),
     aliases={"num_experts": "num_local_experts", "layers_block_type": "layer_types"},
@@ -244,9 +266,9 @@ _BAMBA = Family(
     keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
     fixed={"activation": "swiglu"},
     activation="",
-    defaults=SILU | _MIXER_DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "vocab_size": 128_000},
-    only=_NORMAL,
-    mixer_keys=_MIXER,
+    defaults=SILU | MIXER_DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "vocab_size": 128_000},
+    only=ONLY_SILU,
+    mixer_keys=MIXER,
     read_keys=("attn_layer_indices", "head_dim"),
     biases=ATTENTION_BIAS | {"mlp_bias": "mlp"},
     fraction=0.5,
