@@ -7,7 +7,7 @@ from typing import Any
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.hybrid.mamba import expansion, selective_rows, step_rank
 from capibara.interop.hf.catalog.hybrid.mamba2 import BIASES, ENDS, FEED_FORWARD
-from capibara.interop.hf.layout.family import KEYS, Family, Values, expert_layers, recurrent
+from capibara.interop.hf.layout.family import KEYS, ONLY_SILU, Family, Values, expert_layers, recurrent
 from capibara.interop.hf.layout.rows import FIRST_MLP, LLAMA, QWEN_EXPERTS, M, Names, renamed, without
 from capibara.models.api import DecoderConfig, Mamba, Moe, TransformerConfig
 
@@ -95,7 +95,7 @@ FAMILIES = (
             | {"expert_layer_period": 2, "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4}
             | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto"}
             | {"mamba_conv_bias": True, "mamba_proj_bias": False},
-            only={"hidden_act": ("silu", "swish")},
+            only=ONLY_SILU,
             read_keys=("head_dim", "output_router_logits"),
             aliases={"num_local_experts": "num_experts"},
             prepare=_prepare,

@@ -9,7 +9,7 @@ from typing import Any
 from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.hybrid.mamba2 import BIASES, mixer_rows, steps, write_steps
-from capibara.interop.hf.layout.family import KEYS, Family, Values
+from capibara.interop.hf.layout.family import KEYS, ONLY_SILU, Family, Values
 from capibara.interop.hf.layout.rows import L, Names, Rows, norm, renamed, rows
 from capibara.models.api import Mamba, Mamba2, TransformerConfig
 
@@ -92,7 +92,6 @@ _DEFAULTS: dict[str, Any] = {"layer_norm_epsilon": 1e-5, "expand": 2, "conv_kern
 _DEFAULTS |= {"use_bias": False, "use_conv_bias": True}
 _SIZES = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32, "state_size": 16}
 _MAMBA = {"state_dim": "state_size", "taps": "conv_kernel"}
-_ONLY = {"hidden_act": ("silu", "swish")}
 
 
 def _read(values: Values) -> dict[str, Any]:
@@ -155,7 +154,7 @@ def _family(model_type: str, architecture: str, **different: Any) -> Family:
         architectures=(architecture,),
         keys=_KEYS,
         fixed=ALONE,
-        only=_ONLY,
+        only=ONLY_SILU,
         activation="",
         rope=False,
         **different,

@@ -13,6 +13,7 @@ from capibara.interop.hf.layout import rope as hf_rope
 from capibara.interop.hf.layout.family import (
     ATTENTION_BIAS,
     KEYS,
+    ONLY_SILU,
     SILU,
     Family,
     Values,
@@ -137,7 +138,7 @@ _FAMILY = Family(
     defaults=SILU
     | {"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32}
     | {"num_attention_heads": 30, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
-    only={"hidden_act": ("silu", "swish")},
+    only=ONLY_SILU,
     read_keys=("layer_types", "head_dim", "rope_parameters", "rope_scaling", "max_position_embeddings")
     + ("original_max_position_embeddings", "partial_rotary_factor", *SIZES.values()),
     biases=ATTENTION_BIAS,
