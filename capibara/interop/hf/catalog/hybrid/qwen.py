@@ -144,7 +144,6 @@ FAMILIES = (
             experts="num_experts",
             moe={"gates": "normalized", "shared_experts": 1, "shared_gate": "sigmoid"},
             moe_keys={"shared_dim": "shared_expert_intermediate_size"},
-            aliases={"num_local_experts": "num_experts"},
             **_COMMON,
         ),
         Names(_BASE + _OF_35 + QWEN_SHARED_EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
