@@ -91,7 +91,7 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     data, vocabulary = loaded.dataset, loaded.tokenizer
     talk = chat.of_served(data, models.chat_template(data)) if first else None
     config.check_used()
-    length, batching = serving_rows.served_rows(loaded, batching, args.gin_bindings)
+    length, batching = serving_rows.served_rows(loaded, batching)
     engine = models.engine_of(loaded, batching, length)
     if takes.warm_up:
         with StatusLine() as line:

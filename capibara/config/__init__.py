@@ -7,7 +7,7 @@ A Gin file binds the fields of config dataclasses (`Trainer.seed = 1`), builds o
 Files come first, the command line last, so that `--gin.TRAIN_STEPS=1000` wins over a file.
 """
 
-from capibara.config.bound import REQUIRED, given_at, is_bound, macro, scopes, values_of
+from capibara.config.bound import REQUIRED, given_at, is_bound, is_given, macro, scopes, values_of
 from capibara.config.comparison import changes, diff
 from capibara.config.parsing import Recorded, Statement, bind, load_modules, parse, statements_of
 from capibara.config.registry import MODULE, build, configurable, in_scope, reset
@@ -17,6 +17,6 @@ from capibara.config.used import check_used, imported_modules, operative, origin
 __all__ = [
     "ENDINGS", "MODULE", "REQUIRED", "Recorded", "Statement", "bind", "build", "changes",
     "check_used", "configurable", "diff", "find_file", "given_at", "imported_modules",
-    "in_scope", "is_bound", "load_modules", "macro", "operative", "origins", "parse", "reset",
+    "in_scope", "is_bound", "is_given", "load_modules", "macro", "operative", "origins", "parse", "reset",
     "scopes", "search_folders", "statements_of", "unused", "values_of",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from capibara.config import search as gin_search
-from capibara.config.registry import MACRO, bound_at, macro_name
+from capibara.config.registry import MACRO, bound_at, macro_name, recorded_at
 from gin import config as gin_config
 
 
@@ -49,6 +49,11 @@ def macro(name: str) -> object:
 def given_at(name: str) -> str | None:
     """Where the user binds a field ("Trainer.steps"); "": nobody does, None: only capibara's own Gin files do."""
     return gin_search.place_of_user([where for _, where in _bindings(name)])
+
+
+def is_given(name: str) -> bool:
+    """Whether Gin files or flags bind a field ("Dataset.length"), and not a recorded configuration alone."""
+    return any(where not in recorded_at for _, where in _bindings(name))
 
 
 def _bindings(name: str) -> list[tuple[Any, str]]:

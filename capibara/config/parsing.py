@@ -19,7 +19,7 @@ from capibara.config import t5x_macros
 from capibara.config.bound import value_of
 from capibara.config.literals import Literals, quoted
 from capibara.config.moved import selector_now
-from capibara.config.registry import MACRO, MODULE, bound_at, macro_name, registered, reset
+from capibara.config.registry import MACRO, MODULE, bound_at, macro_name, recorded_at, registered, reset
 from capibara.config.search import defining_modules, find_file, search_folders
 from capibara.core import fields, user_modules
 from capibara.core.errors import unwrap
@@ -87,6 +87,7 @@ def parse(
         reset()
         parsing = _Parsing(search_folders(search_paths), {*parsing.imported})
         parsing.recorded(recorded)
+        recorded_at.update(bound_at.values())
     for name in gin_files:
         parsing.file(name)
     from_files = {scope for scope, selector in gin_config._CONFIG if selector == MACRO}

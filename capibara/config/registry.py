@@ -30,6 +30,8 @@ MACRO = "gin.macro"
 
 # (scope, complete selector, parameter) -> "file.gin:12", where it was bound last.
 bound_at: dict[tuple[str, str, str], str] = {}
+recorded_at: set[str] = set()
+"""Where a recorded configuration, of a run or of a model's files, binds parameters."""
 registered: set[str] = set()  # selectors that `configurable` registered, not those of other libraries
 
 
@@ -143,6 +145,7 @@ def reset() -> None:
     """Clears all bindings; configurables stay registered."""
     gin.clear_config()
     bound_at.clear()
+    recorded_at.clear()
 
 
 def minimal(scope: str, selector: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from capibara import config
 from capibara.core.types import UserError
@@ -18,19 +17,19 @@ _PAGE = 32
 _PAGE_ON_CPU = 128
 
 
-def served_rows(loaded: LoadedModel, batching: EngineConfig, bindings: Sequence[str]) -> tuple[int, EngineConfig]:
+def served_rows(loaded: LoadedModel, batching: EngineConfig) -> tuple[int, EngineConfig]:
     """The length of the slots of a server, and its batching, with pages if the model can have them.
 
-    A slot has the model's own length, max_length, unless the flags bind Dataset.length. All slots share the memory that
+    A slot has the model's own length, max_length, unless Gin files or flags bind Dataset.length. All slots share the memory that
     they would need with Dataset.length each, and at least that of one whole row.
 
     Args:
       loaded: the model.
       batching: as configured; a page size that is bound stays, with rows of Dataset.length.
-      bindings: of the command line: a run's own Dataset.length is that of its training rows.
     """
     length, model = loaded.dataset.length, loaded.model
-    is_set = any(binding.partition("=")[0].strip() == "Dataset.length" for binding in bindings)
+    # A run's recorded Dataset.length is that of its training rows.
+    is_set = config.is_given("Dataset.length")
     # Rotary frequencies by the length of rows would be those of the longest one for every request.
     fixed = is_set or model.of_length(length) is not model
     longest = length if fixed else max(length, model.config.max_length or length)

@@ -28,6 +28,8 @@ STATES = DecoderConfig(**SIZES, mixer=ShortConv(), layer_pattern=("recurrent",),
         (PLAIN, "cpu", (), 1000, (128, 8 * 2)),
         (PLAIN, "tpu", (), 1000, (32, 8 * 5)),
         (PLAIN, "cpu", ("Dataset.length = 130",), 130, (128, 8 * 2)),
+        (PLAIN, "cpu", ("rows.gin",), 130, (128, 8 * 2)),
+        (PLAIN, "cpu", ("TEXT = 130",), 130, (128, 8 * 2)),
         (PLAIN, "tpu", ("Dataset.length = 130",), 130, (0, None)),
         (dataclasses.replace(PLAIN, max_length=None), "cpu", (), 130, (128, 8 * 2)),
         (dataclasses.replace(PLAIN, max_length=9000), "cpu", (), 9000, (128, 71)),  # one whole row
@@ -35,8 +37,11 @@ STATES = DecoderConfig(**SIZES, mixer=ShortConv(), layer_pattern=("recurrent",),
         (STATES, "cpu", (), 130, (0, None)),
     ],
 )
-def test_length_and_pages(model, platform, bindings, length, pages, monkeypatch):
-    config.reset()
+def test_length_and_pages(model, platform, bindings, length, pages, monkeypatch, tmp_path):
+    (tmp_path / "rows.gin").write_text("Dataset.length = 130\n")
+    files = [str(tmp_path / name) for name in bindings if name.endswith(".gin")]
+    record = config.Recorded("TEXT = 130\nDataset.length = %TEXT\n", "run.gin")
+    config.parse(files, [one for one in bindings if "=" in one], recorded=record)
     monkeypatch.setattr(serving_rows, "platform", lambda: platform)
     loaded = LoadedModel(
         api.build(model),
@@ -46,8 +51,9 @@ def test_length_and_pages(model, platform, bindings, length, pages, monkeypatch)
         None,
         "stored",
     )
-    got, batching = serving_rows.served_rows(loaded, EngineConfig(slots=8), bindings)
+    got, batching = serving_rows.served_rows(loaded, EngineConfig(slots=8))
     assert (got, batching.page_size, batching.pages) == (length, *pages)
+    config.reset()
 
 
 def test_pages_that_are_bound_stay():
@@ -61,5 +67,5 @@ def test_pages_that_are_bound_stay():
         None,
         "stored",
     )
-    assert serving_rows.served_rows(loaded, EngineConfig(), ()) == (130, EngineConfig())
+    assert serving_rows.served_rows(loaded, EngineConfig()) == (130, EngineConfig())
     config.reset()
