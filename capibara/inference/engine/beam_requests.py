@@ -17,7 +17,7 @@ from capibara.inference.engine.programs import programs
 from capibara.inference.engine.requests.faults import ProgramFault, contained, ends_process, is_of_request
 from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.requests.stream import Decode, Finish, Piece
-from capibara.inference.engine.runner import prefill
+from capibara.inference.engine.runner import prompt_batches
 from capibara.inference.sampling.sampling import BeamSearch
 from capibara.models.api import Model
 from capibara.sharding import Rules
@@ -120,7 +120,7 @@ class BeamSearcher:
             how.min_log_prob,
         )
         tokens_of = [request.tokens for request in all_of]
-        batch = prefill.batch_of(all_of, tokens_of, read, self._model.config.data_kind == "prefix")
+        batch = prompt_batches.batch_of(all_of, tokens_of, read, self._model.config.data_kind == "prefix")
         try:
             return beam_search.search(compiled, params, batch, beams)
         except jax.errors.JaxRuntimeError as error:

@@ -15,13 +15,17 @@ from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.parameters import ServedParams, donated
 from capibara.inference.engine.programs import programs
+from capibara.inference.engine.programs.compiler import Compiler
 from capibara.inference.engine.programs.speculative import Drafter
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained
 from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
-from capibara.inference.engine.runner.prefill import Prefilled, PrefillQueue
+from capibara.inference.engine.runner.prefill import PrefillQueue
+from capibara.inference.engine.runner.prefilled import Prefilled
+from capibara.inference.engine.runner.prompt_batches import PromptBatches
+from capibara.inference.engine.runner.prompt_programs import PromptPrograms
 from capibara.inference.engine.scheduler import Scheduler
 from capibara.models.api import Adapter, Model
 from capibara.sharding import Rules
@@ -46,6 +50,9 @@ class EngineCore:
       schedule: number of tokens per step.
       reads_in_slot: whether the parts of long prompts are read into their slots.
       prefill_tokens: most prompt tokens to read between decode steps.
+      compiler: compiles programs while others run.
+      on_mesh: whether the parameters are on a mesh.
+      prompts: the programs that read prompts.
       prefill: queue of prompts to read.
       runner: the slots on the devices.
       scheduler: assigns slots, and holds the queue.
@@ -87,13 +94,27 @@ class EngineCore:
         kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
         whole_rows = model.config.mixer is not None
         prefixes = PrefixCache(kept, getattr(model.config, "window", None), whole_rows) if kept else None
+        self.compiler, self.on_mesh = Compiler(), mesh is not None
         self.runner = DecodeRunner(
-            compiled, state, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule
+            compiled,
+            state,
+            start,
+            config,
+            model.config.vocab_size,
+            self.adapters,
+            self.pages,
+            self.schedule,
+            self.compiler,
         )
         self.reads_in_slot = self.pages is not None and mesh is None and reads_in_slot(model)
         self.prefill_tokens = config.prefill_tokens or (PART_TOKENS if self.reads_in_slot else PREFILL_TOKENS)
+        most = max(self.prefill_tokens, length) if whole else self.prefill_tokens
+        batches = PromptBatches(self.adapters, length, most, whole)
+        self.prompts = PromptPrograms(
+            compiled, self.params, self.runner, batches, most, self.reads_in_slot, self.compiler
+        )
         self.prefill = PrefillQueue(
-            compiled, length, config.slots, self.prefill_tokens, prefixes, self.adapters,
+            compiled, length, config.slots, most, prefixes, batches, self.prompts,
             self.runner.read if self.reads_in_slot else None, whole=whole,
         )  # fmt: skip
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)
@@ -145,13 +166,13 @@ class EngineCore:
         return found is not None
 
     def _read_prompts(self) -> bool:
-        """Reads parts of the prompts of admitted requests; returns whether there were any."""
-        pending = self.prefill.pending
+        """Reads parts of the prompts of admitted requests; returns whether any was read."""
+        waiting = self.prefill.waiting
         for prefilled in self.prefill.run(self.params.current):
             with contained(prefilled.request):
                 self._begin(prefilled)
         self.scheduler.free_failed()
-        return pending
+        return waiting and not self.prefill.stalled
 
     def _refill(self) -> bool:
         """Rereads the last tokens of full rows, for one more token each; returns whether there were any."""

@@ -20,7 +20,7 @@ from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.requests import best_of
 from capibara.inference.engine.requests.best_of import BestOf
 from capibara.inference.engine.requests.following import Submission
-from capibara.inference.engine.requests.request import InputProcessor
+from capibara.inference.engine.requests.request import InputProcessor, Request
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.engine.warm_up import warm_up
 from capibara.inference.sampling.grammar import Grammar
@@ -126,13 +126,21 @@ class Engine:
         busy = self._core.scheduler.requests or self._core.runner.pending
         self._core.params.update(params, in_use=bool(busy) or self._loop.threaded)
 
-    def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None) -> None:
+    def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None, beside: bool = False) -> None:
         """Compiles the programs for all prompt lengths, and the steps. Call it before `start`.
 
         Args:
-          show: called with the numbers of compiled programs and of all programs.
+          show: called with the numbers of compiled programs and of all that are compiled before it returns.
+          beside: returns when a step and the programs for short prompts are compiled, and compiles the others in a
+            thread after `start`. On a mesh it compiles all of them.
         """
-        warm_up(self._core, self._config, self._length, self._encodes, self.submit, self._vocab_size, show)
+
+        def request(prompt: Sequence[int], likeliest: int) -> Request:
+            ids = [token % self._vocab_size for token in prompt]
+            sampling = Sampling(temperature=0.0, max_new_tokens=1)
+            return self._inputs.request(ids, sampling, self._loop.drive, ends=(), likeliest=likeliest, adapter=None)
+
+        warm_up(self._core, self._config, self._length, self._encodes, request, show, beside)
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that a request that has it is submitted at once; thread-safe.

@@ -14,6 +14,8 @@ from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.requests.stream import ProcessLost
 from capibara.multihost import peers
 
+_COMPILING_S = 0.02  # after which prompts are tried again whose programs are being compiled
+
 
 class EngineLoop:
     """Runs a core's steps one after the other until it is closed or a step fails.
@@ -76,6 +78,9 @@ class EngineLoop:
         """Starts a thread that makes steps until `close`."""
         if self._thread is None:
             self._core.schedule.streaming = True
+            # Processes that make the same steps would have compiled other programs by then.
+            if not (self.leads or self._core.on_mesh):
+                self._core.compiler.start()
             self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
             self._thread.start()
 
@@ -90,6 +95,7 @@ class EngineLoop:
             self.run()
         else:
             self._thread.join()
+        self._core.compiler.close()
 
     def run(self) -> None:
         """Makes steps until there is nothing to do."""
@@ -137,7 +143,9 @@ class EngineLoop:
                 with self._scheduler.changed:
                     if self._closing and not self._scheduler.waiting:
                         return
-                    if not self._scheduler.waiting:
+                    if self._core.prefill.stalled:
+                        self._scheduler.changed.wait(_COMPILING_S)
+                    elif not self._scheduler.waiting:
                         self._scheduler.changed.wait()
         except BaseException as error:
             if self.failed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,15 +75,6 @@ class Sizes(NamedTuple):
     pool: paged.Sizes | None = None
 
 
-class Step(Protocol):
-    """A jitted step."""
-
-    def __call__(self, *args: Any) -> tuple[State, SampledTokens]: ...
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """Like jax.jit's."""
-
-
 class Programs(NamedTuple):
     """Jitted functions; a state that is passed to one is donated. `table`: the pages of each slot; None: no pages.
 
@@ -109,14 +100,14 @@ class Programs(NamedTuple):
 
     serving: Callable[[Params], Params]
     start: Callable[[], State]
-    prefill: Callable[..., tuple[jax.Array, Cache]]
-    resume: Callable[..., tuple[jax.Array, Cache]]
-    read: Callable[..., tuple[jax.Array, State]]
-    one: Callable[..., Any]
-    admit: Callable[..., tuple[State, SampledTokens]]
-    step: Step
-    verify: Callable[..., tuple[State, SampledTokens]]
-    row: Callable[..., Cache]
+    prefill: jax.stages.Wrapped
+    resume: jax.stages.Wrapped
+    read: jax.stages.Wrapped
+    one: jax.stages.Wrapped
+    admit: jax.stages.Wrapped
+    step: jax.stages.Wrapped
+    verify: jax.stages.Wrapped
+    row: jax.stages.Wrapped
 
 
 class Same:

@@ -13,17 +13,18 @@ import numpy as np
 from capibara.core.types import Params
 from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State, mesh_of
+from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs, shape_of
+from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State
+from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, program_of
 from capibara.inference.engine.requests.following import TokenChecksum
 from capibara.inference.engine.requests.request import Request
-from capibara.inference.engine.runner import step_rows
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
 from capibara.inference.engine.runner.next_tokens import history_of, next_tokens
-from capibara.inference.engine.runner.prefill import Prefilled
+from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.step_rows import StepRows, rows_of
-from capibara.inference.sampling.sampler import GREEDY, Settings, settings_of, with_row
+from capibara.inference.sampling.sampler import GREEDY, History, Settings, settings_of, with_row
 from capibara.models.api import BatchAdapters, Cache
 
 
@@ -58,6 +59,7 @@ class DecodeRunner:
       adapters: of the engine.
       pages: of the slots; None: each slot has memory for its whole length.
       schedule: records the time of programs.
+      compiler: compiles programs while others run.
 
     Attributes:
       ahead: tokens per row in the last decode program.
@@ -75,14 +77,16 @@ class DecodeRunner:
         adapters: Adapters,
         pages: Pages | None,
         schedule: DecodeSchedule,
+        compiler: Compiler,
     ):
         self._programs, self._start, self._schedule = programs, start, schedule
         self._state: State | None = state
+        self._shapes, self._compiler = jax.tree.map(shape_of, state), compiler
         self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
         self._pages, self._adapters = pages, adapters
         self._settings, self._adapter_numbers = _idle(config.slots)
         self._pending: deque[Pending] = deque()
-        self._sizes: Sequence[int] = ()  # numbers of rows, besides all slots, whose programs `warm_up` has compiled
+        self._sizes: Sequence[int] = ()  # numbers of rows, besides all slots, whose programs are compiled
         self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
 
     @property
@@ -106,8 +110,10 @@ class DecodeRunner:
         self._settings = Settings(*map(lambda old, new: with_row(old, slot, new), self._settings, settings))
         self._adapter_numbers[slot] = adapter
 
-    def row(self, slot: int, positions: int) -> Cache:
-        """A copy of the first positions of a slot's keys and values."""
+    def row(self, slot: int, positions: int) -> Cache | None:
+        """A copy of the first positions of a slot's keys and values; None while its program is compiled."""
+        if not self._compiler.is_compiled(Task(("row", positions), lambda: _compile_row(self, positions))):
+            return None
         return self._programs.row(self._slots_state, np.int32(slot), self._table, positions)
 
     def restart(self) -> None:
@@ -240,20 +246,49 @@ class DecodeRunner:
         return None if self._pages is None else self._pages.table
 
 
-def compile_steps(runner: DecodeRunner, params: Params, alternatives: int) -> None:
-    """Compiles the programs of a runner that request tokens, with this many likeliest ones, and waits for them."""
-    slots, drafts, vocab_size = runner._slots, runner._draft_tokens, runner._vocab_size
-    sizes = step_rows.sizes_of(slots) if mesh_of(params) is None and not alternatives else []
-    for size in (*sizes, slots):
-        rows = rows_of([], slots, [size])
-        zeros, (next_, _) = np.zeros(size, np.int32), next_tokens([], size, vocab_size)
-        runner._state, sampled = runner._step(params, rows, next_, 1, alternatives)
-        if drafts:
-            guessed = np.zeros((size, drafts), np.int32)
-            runner._state, sampled = runner._verify(params, rows, next_, guessed, zeros, alternatives)
-        jax.block_until_ready(sampled)
-    if not alternatives:
-        runner._sizes = sizes
+def step_task(runner: DecodeRunner, params: ServedParams, alternatives: int, size: int | None = None) -> Task:
+    """The programs that request tokens for `size` rows, with this many likeliest ones; None: for all slots."""
+    size = size or runner._slots
+    return Task(("step", size, alternatives), lambda: compile_step(runner, params.current, size, alternatives))
+
+
+def compile_step(runner: DecodeRunner, params: Params, size: int, alternatives: int) -> None:
+    """Compiles the programs of a runner that request tokens for so many rows, and lets it use them."""
+    rows = rows_of([], runner._slots, [size])
+    next_, _ = next_tokens([], size, runner._vocab_size)
+    settings, table = Settings(*map(rows.of, runner._settings)), rows.table(runner._pages)
+    beside, programs = runner._batch_adapters_of(rows), runner._programs
+    programs.step.lower(
+        params, runner._shapes, settings, next_, np.int32(1), table, alternatives, beside, rows.slots
+    ).compile()
+    if runner._draft_tokens:
+        guesses, counts = np.zeros((size, runner._draft_tokens), np.int32), np.zeros(size, np.int32)
+        programs.verify.lower(
+            params, runner._shapes, settings, next_, guesses, counts, table, alternatives, beside, rows.slots
+        ).compile()
+    if size < runner._slots:
+        runner._sizes = [*runner._sizes, size]
+
+
+def compile_read(runner: DecodeRunner, params: Params, batch: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """Compiles the program that reads this batch of one row into a slot; returns the shape of its logits."""
+    zero = np.zeros(1, np.int32)
+    table = StepRows(zero, (), 1).table(runner._pages)
+    return compiled_outputs(runner._programs.read, params, runner._shapes, batch, zero, zero, table)[0]
+
+
+def compile_admission(runner: DecodeRunner, row: Any, logits: Any, alternatives: int) -> None:
+    """Compiles the program that admits such a row; None: the row is in its slot."""
+    settings = Settings(*(x[:1] for x in runner._settings))
+    next_, _ = next_tokens([], 1, runner._vocab_size)
+    history = History(*(np.zeros((1, runner._vocab_size), dtype) for dtype in (bool, np.int32, np.float32)))
+    runner._programs.admit.lower(
+        runner._shapes, row, logits, np.int32(0), settings, next_, history, runner._table, alternatives
+    ).compile()
+
+
+def _compile_row(runner: DecodeRunner, positions: int) -> None:
+    runner._programs.row.lower(runner._shapes, np.int32(0), runner._table, positions).compile()
 
 
 def _idle(slots: int) -> tuple[Settings, list[int]]:

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from capibara.core.types import Params, PyTree
-from capibara.inference.engine.cache.batching import SMALLEST_BUCKET, bucket
+from capibara.inference.engine.cache.batching import bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
 from capibara.inference.engine.programs.programs import Programs
-from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, is_of_request, program_of
 from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.runner.prefilled import Prefilled
+from capibara.inference.engine.runner.prompt_batches import PromptBatches
+from capibara.inference.engine.runner.prompt_programs import PromptPrograms
 from capibara.models.api import capacity
 
 Read = Callable[[Params, Request, dict[str, Any], int], jax.Array]
 
 
-class Prefilled(NamedTuple):
-    """A request whose prompt has been read, in a program with others or alone.
-
-    Attributes:
-      request: the request.
-      row: the cache of its row; None: it was read into its slot.
-      logits: [1, V] after it.
-      group: the requests of that program.
-    """
-
-    request: Request
-    row: Any
-    logits: jax.Array
-    group: Sequence[Request]
-
-
 class PrefillQueue:
-    """A queue of prompts to read.
+    """A queue of prompts to read. A prompt whose programs are being compiled waits, and others go before it.
 
     Args:
       programs: of the engine.
@@ -45,9 +31,13 @@ class PrefillQueue:
       together: most rows to read at once.
       tokens: approximate number of tokens to read at a time; longer prompts are split.
       prefixes: the prefix cache; None: no cache.
-      adapters: of the engine.
+      batches: makes the batches.
+      needed: says which prompts can be read with compiled programs.
       read: reads the parts of a long prompt into its slot, as `DecodeRunner.read`; None: they are read into a row.
       whole: for a prefix LM, whose inputs attend in both directions: prompts cannot be split or share prefixes.
+
+    Attributes:
+      stalled: whether all prompts that were left by the last `run` wait for the compiler.
     """
 
     def __init__(
@@ -57,22 +47,28 @@ class PrefillQueue:
         together: int,
         tokens: int,
         prefixes: PrefixCache | None,
-        adapters: Adapters,
+        batches: PromptBatches,
+        needed: PromptPrograms,
         read: Read | None,
         whole: bool = False,
     ):
         self._programs, self._length, self._together = programs, length, together
-        self._read = read
-        self._most, self._whole = max(tokens, length) if whole else tokens, whole
-        self.prefixes, self._adapters = None if whole else prefixes, adapters
+        self._read, self._batches, self._needed = read, batches, needed
+        self._most = tokens
+        self.prefixes, self.stalled = None if whole else prefixes, False
         self._waiting: list[Request] = []
         # The first prompt's row, None if it is in its slot, and the number of tokens that have been read.
         self._part: tuple[Any, int] | None = None
 
     @property
-    def pending(self) -> bool:
-        """Whether there is anything to read."""
+    def waiting(self) -> bool:
+        """Whether there are prompts to read."""
         return bool(self._waiting)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is a prompt that can be read now."""
+        return bool(self._waiting) and not self.stalled
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
@@ -99,9 +95,8 @@ class PrefillQueue:
 
     def run(self, params: Params) -> Iterator[Prefilled]:
         """Reads up to about `tokens` tokens; yields the requests whose prompts are complete."""
-        left = self._most
-        while self._waiting and left > 0:
-            first = self._waiting[0]
+        left, self.stalled = self._most, False
+        while left > 0 and (first := self._next()) is not None:
             if self._part is None:
                 self._part = self._cached(first)
             if self._part is None and len(first.tokens) <= self._most:
@@ -115,7 +110,9 @@ class PrefillQueue:
             left -= bucket(len(tokens) - known, self._length)
             with contained(first):
                 if row is None and self._read is not None:
-                    logits = self._read(params, first, self._part_of(first, tokens[known:]), known)
+                    part = tokens[known:]
+                    batch = self._batches.batch([first], [part], self._batches.part_size(len(part)))
+                    logits = self._read(params, first, batch, known)
                 else:
                     logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
                 self._part = row, len(tokens)
@@ -128,6 +125,20 @@ class PrefillQueue:
                     self._cache_prefix(first, row)
                 yield Prefilled(first, row, logits, [first])
 
+    def _next(self) -> Request | None:
+        """The first prompt whose programs are compiled, moved to the front; None: there is none."""
+        if self._part is not None:
+            return self._waiting[0]
+        first = next(filter(self._is_compiled, self._waiting), None)
+        self.stalled = first is None and bool(self._waiting)
+        if first is not None:
+            self._waiting.remove(first)
+            self._waiting.insert(0, first)
+        return first
+
+    def _is_compiled(self, request: Request) -> bool:
+        return self._needed.are_compiled(request, lambda: self._cached(request))
+
     def extend(
         self, params: Params, request: Request, tokens: Sequence[int], row: Any, known: int, whole: int
     ) -> tuple[jax.Array, Any]:
@@ -137,16 +148,11 @@ class PrefillQueue:
         """
         rest = tokens[known:]
         size = bucket(len(rest), self._length)
-        batch = self._batch([request], [rest], size)
+        batch = self._batches.batch([request], [rest], size)
         if row is None:
             return self._programs.prefill(params, batch)
         positions = max(bucket(whole, self._length), capacity(row))
         return self._programs.resume(params, batch, row, positions)
-
-    def _part_of(self, request: Request, tokens: Sequence[int]) -> dict[str, Any]:
-        """The batch of a part that is read into the slot; of few sizes, since most parts are full."""
-        size = min(max(SMALLEST_BUCKET, 1 << (len(tokens) - 1).bit_length()), max(self._most, SMALLEST_BUCKET))
-        return self._batch([request], [tokens], size)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:
         found = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
@@ -168,15 +174,18 @@ class PrefillQueue:
         most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
         group, shared = [first], self.prefixes is not None
         for request in self._waiting[1:]:
-            if bucket(len(request.tokens), self._length) != size:
+            if bucket(len(request.tokens), self._length) != size or not self._is_compiled(request):
                 continue
             again = any(_same_prompt(request, other) for other in group)
             if not again and shared and (self._shares(request, group) or self._is_cached(request)):
                 continue  # its prefix will be in the cache
             if again or len(_distinct(group)) < most:
                 group.append(request)
-        count = len(_distinct(group))
-        kept = _distinct(group)[: 1 << (count.bit_length() - 1)]
+        prompts = _distinct(group)
+        count = 1 << (len(prompts).bit_length() - 1)
+        while count > 1 and not self._needed.reads_together(prompts[:count]):
+            count //= 2
+        kept = prompts[:count]
         return [request for request in group if any(_same_prompt(request, other) for other in kept)]
 
     def _shares(self, request: Request, group: list[Request]) -> bool:
@@ -207,7 +216,7 @@ class PrefillQueue:
         """The rows and logits of prompts of similar length, or the error of one that cannot be read."""
         size = bucket(len(prompts[0].tokens), self._length)
         try:
-            batch = self._batch(prompts, [request.tokens for request in prompts], size)
+            batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
             logits, rows = self._programs.prefill(params, batch)
         except BaseException as error:
             if not is_of_request(error):
@@ -220,10 +229,6 @@ class PrefillQueue:
             self._cache_prefix(request, row[0])
             read.append(row)
         return read
-
-    def _batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
-        beside = self._adapters.of([request.adapter for request in requests])
-        return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
 
     def _cache_prefix(self, request: Request, row: PyTree) -> None:
         if self.prefixes:
@@ -244,22 +249,3 @@ def _distinct(group: list[Request]) -> list[Request]:
 def _read(request: Request) -> tuple[int, list[int]]:
     """All that a prefix LM's row depends on; for other models the tokens would suffice."""
     return request.prompt_tokens, request.tokens
-
-
-def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int, marked: bool) -> dict[str, Any]:
-    """Rows of requests' tokens, padded to a size, with the encoder's entries of each.
-
-    `marked`: whether these are complete prompts of a prefix LM, whose input lengths are set too.
-    """
-    tokens = np.zeros((len(prompts), size), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-    batch = {"tokens": tokens, "counts": np.array([len(prompt) for prompt in prompts], np.int32)}
-    if requests[0].encoder is not None:
-        entries = [request.encoder for request in requests if request.encoder is not None]  # all have one, or none
-        batch |= {name: np.concatenate([of[name] for of in entries]) for name in entries[0]}
-    if marked:
-        gone = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]
-        left = [max(request.prompt_tokens - before, 0) for request, before in zip(requests, gone)]
-        batch["inputs"] = np.array(left, np.int32)
-    return batch

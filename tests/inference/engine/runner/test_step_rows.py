@@ -70,10 +70,15 @@ def two_sizes(monkeypatch):
     monkeypatch.setattr(step_rows, "sizes_of", lambda slots: [1, 4])
 
 
+def compile_few(one):
+    for size in step_rows.sizes_of(SLOTS):
+        decode.compile_step(one._core.runner, one._core.params.current, size, 0)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_texts_are_those_of_all_slots(case, two_sizes, monkeypatch):
     few, every, counts = engine(case), engine(case), []
-    decode.compile_steps(few._core.runner, few._core.params.current, 0)
+    compile_few(few)
 
     def recorded(*args):
         rows = step_rows.rows_of(*args)
@@ -107,7 +112,7 @@ def test_adapters_are_those_of_the_slots(two_sizes):
     trained = api.build(dataclasses.replace(model.config, lora=lora)).trained(adapted)
     adapters = [api.Adapter("poet", lora, trained)]
     few, every = engine("rows", adapters=adapters), engine("rows", adapters=adapters)
-    decode.compile_steps(few._core.runner, few._core.params.current, 0)
+    compile_few(few)
     texts = []
     for one in (few, every):
         streams = [one.submit(*REQUESTS[1], adapter=name) for name in (None, "poet")]
@@ -140,5 +145,5 @@ def test_a_mesh_computes_all_slots():
         params(model.config), sharding.shardings(mesh, sharding.Rules(), model.axes, model.abstract_params)
     )
     one = Engine(model, placed, VOCABULARY, 64, EngineConfig(slots=4, prefix_cache_mib=0))
-    decode.compile_steps(one._core.runner, one._core.params.current, 0)
+    one.warm_up()
     assert not one._core.runner._sizes

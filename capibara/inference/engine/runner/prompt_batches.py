@@ -1,0 +1,58 @@
+"""The batches of prompts that prefill programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.inference.engine.cache.batching import SMALLEST_BUCKET, bucket
+from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.request import Request
+
+
+class PromptBatches:
+    """Makes batches of few sizes, so that few programs are compiled.
+
+    Args:
+      adapters: of the engine.
+      length: positions of a slot.
+      most: tokens of a part of a long prompt.
+      whole: whether prompts are those of a prefix LM.
+    """
+
+    def __init__(self, adapters: Adapters, length: int, most: int, whole: bool):
+        self._adapters, self._length, self._most, self._whole = adapters, length, most, whole
+
+    def size(self, tokens: int) -> int:
+        """The size of the batch for so many tokens."""
+        return bucket(tokens, self._length)
+
+    def part_size(self, tokens: int) -> int:
+        """The same for a part that is read into its slot; of fewer sizes, since most parts are full."""
+        return min(max(SMALLEST_BUCKET, 1 << (tokens - 1).bit_length()), max(self._most, SMALLEST_BUCKET))
+
+    def batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
+        """A row of `size` tokens for each request."""
+        beside = self._adapters.of([request.adapter for request in requests])
+        return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
+
+
+def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int, marked: bool) -> dict[str, Any]:
+    """Rows of requests' tokens, padded to a size, with the encoder's entries of each.
+
+    `marked`: whether these are complete prompts of a prefix LM, whose input lengths are set too.
+    """
+    tokens = np.zeros((len(prompts), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    batch = {"tokens": tokens, "counts": np.array([len(prompt) for prompt in prompts], np.int32)}
+    if requests[0].encoder is not None:
+        entries = [request.encoder for request in requests if request.encoder is not None]  # all have one, or none
+        batch |= {name: np.concatenate([of[name] for of in entries]) for name in entries[0]}
+    if marked:
+        gone = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]
+        left = [max(request.prompt_tokens - before, 0) for request, before in zip(requests, gone)]
+        batch["inputs"] = np.array(left, np.int32)
+    return batch

@@ -1,0 +1,114 @@
+"""Which programs a prompt needs, and whether they are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from capibara.inference.engine.placement.parameters import ServedParams
+from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs
+from capibara.inference.engine.programs.programs import Programs
+from capibara.inference.engine.requests.request import LIKELIEST, Request
+from capibara.inference.engine.runner.decode import DecodeRunner, compile_admission, compile_read, step_task
+from capibara.inference.engine.runner.prompt_batches import PromptBatches
+from capibara.models.api import capacity
+
+Part = tuple[Any, int]
+"""A row, None if it is in its slot, and the number of tokens that it holds."""
+
+
+class PromptPrograms:
+    """The programs that read prompts.
+
+    Args:
+      programs: of the engine.
+      params: that they read.
+      runner: admits rows to slots.
+      batches: of prompts.
+      most: tokens that are read at a time.
+      in_slot: whether the parts of long prompts are read into the slot.
+      compiler: compiles them while others run.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: ServedParams,
+        runner: DecodeRunner,
+        batches: PromptBatches,
+        most: int,
+        in_slot: bool,
+        compiler: Compiler,
+    ):
+        self._programs, self._params, self._runner, self._batches = programs, params, runner, batches
+        self._most, self._in_slot, self._compiler = most, in_slot, compiler
+
+    def are_compiled(self, request: Request, cached: Callable[[], Part | None]) -> bool:
+        """Whether a prompt can be read and its text decoded by compiled programs; compiles them if not.
+
+        `cached`: the row of its prefix; None: there is none.
+        """
+        if not self._compiler.started:
+            return True
+        tasks = [step_task(self._runner, self._params, _likeliest(request)), self.alone(request, cached())]
+        return all([self._compiler.is_compiled(task) for task in tasks])
+
+    def reads_together(self, requests: Sequence[Request]) -> bool:
+        """Whether prompts of one size can be read together by compiled programs; compiles them if not."""
+        return not self._compiler.started or self._compiler.is_compiled(self.together(requests))
+
+    def together(self, requests: Sequence[Request]) -> Task:
+        """The programs that read several prompts of one size."""
+        size = self._batches.size(len(requests[0].tokens))
+
+        def compile() -> None:
+            batch = self._batches.batch(requests, [[0]] * len(requests), size)
+            logits, rows = compiled_outputs(self._programs.prefill, self._params.current, batch)
+            compiled_outputs(self._programs.one, (rows, logits), np.int32(0))
+
+        return Task(("together", len(requests), size, _encoder_shapes(requests[0])), compile)
+
+    def alone(self, request: Request, part: Part | None) -> Task:
+        """The programs that read the rest of a prompt, part after part, and admit its row to a slot."""
+        row, known = part or (None, 0)
+        rest = [min(self._most, len(request.tokens) - at) for at in range(known, len(request.tokens), self._most)]
+        if row is None and self._in_slot and len(rest) > 1:
+            return self._in_parts(request, {self._batches.part_size(tokens) for tokens in rest})
+        sizes, likeliest = tuple(map(self._batches.size, rest)), _likeliest(request)
+        positions = self._batches.size(len(request.tokens))
+
+        def compile() -> None:
+            params, grown = self._params.current, row
+            for size in sizes:
+                batch = self._batches.batch([request], [[0]], size)
+                if grown is None:
+                    logits, grown = compiled_outputs(self._programs.prefill, params, batch)
+                else:
+                    most = max(positions, capacity(grown))
+                    logits, grown = compiled_outputs(self._programs.resume, params, batch, grown, most)
+            compile_admission(self._runner, grown, logits, likeliest)
+
+        held = None if row is None else capacity(row)
+        return Task(("alone", sizes, held, positions, likeliest, _encoder_shapes(request)), compile)
+
+    def _in_parts(self, request: Request, sizes: set[int]) -> Task:
+        likeliest = _likeliest(request)
+
+        def compile() -> None:
+            for size in sizes:
+                batch = self._batches.batch([request], [[0]], size)
+                logits = compile_read(self._runner, self._params.current, batch)
+            compile_admission(self._runner, None, logits, likeliest)
+
+        return Task(("in parts", *sorted(sizes), likeliest), compile)
+
+
+def _likeliest(request: Request) -> int:
+    """How many of the likeliest tokens a program returns for a request."""
+    return LIKELIEST if request.likeliest else 0
+
+
+def _encoder_shapes(request: Request) -> tuple[tuple[int, ...], ...]:
+    return tuple(x.shape for x in (request.encoder or {}).values())
