@@ -91,9 +91,7 @@ class EngineCore:
         state = start()  # first: it says what does not fit
         self.pages = Pages(config.slots, length, sizes.pool) if sizes.pool else None
         self.schedule, whole = DecodeSchedule(config, length), reads_whole(model)
-        kept = config.prefix_cache_mib * 2**20 if encoder_length is None and not whole else 0
-        whole_rows = model.config.mixer is not None
-        prefixes = PrefixCache(kept, getattr(model.config, "window", None), whole_rows) if kept else None
+        prefixes = None if encoder_length is not None or whole else _prefix_cache(model, config)
         self.compiler, self.on_mesh = Compiler(), mesh is not None
         self.runner = DecodeRunner(
             compiled,
@@ -235,3 +233,8 @@ def reads_in_slot(model: Model) -> bool:
 def reads_whole(model: Model) -> bool:
     """Whether a prompt's tokens attend in both directions: prefixes of other prompts then cannot be reused."""
     return model.config.data_kind == "prefix"
+
+
+def _prefix_cache(model: Model, config: EngineConfig) -> PrefixCache | None:
+    window, whole_rows = getattr(model.config, "window", None), model.config.mixer is not None
+    return PrefixCache(config.prefix_cache_mib * 2**20, window, whole_rows) if config.prefix_cache_mib else None

@@ -13,9 +13,9 @@ import numpy as np
 from capibara.core.types import Params
 from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
+from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs, shape_of
 from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State
-from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, program_of
 from capibara.inference.engine.requests.following import TokenChecksum

@@ -91,7 +91,7 @@ class PrefillQueue:
         self._part = None
         for request in self._waiting:
             request.generation = generation
-            self._count_cached(request, 0)
+            _count_cached(request, 0)
 
     def run(self, params: Params) -> Iterator[Prefilled]:
         """Reads up to about `tokens` tokens; yields the requests whose prompts are complete."""
@@ -132,8 +132,7 @@ class PrefillQueue:
         first = next(filter(self._is_compiled, self._waiting), None)
         self.stalled = first is None and bool(self._waiting)
         if first is not None:
-            self._waiting.remove(first)
-            self._waiting.insert(0, first)
+            self._waiting = [first, *(one for one in self._waiting if one is not first)]
         return first
 
     def _is_compiled(self, request: Request) -> bool:
@@ -159,25 +158,22 @@ class PrefillQueue:
         if found is None:
             return None
         prefix, known = found
-        self._count_cached(request, known)
+        _count_cached(request, known)
         return prefix.row | {"lengths": np.array([known], np.int32)}, known
-
-    def _count_cached(self, request: Request, known: int) -> None:
-        """Records that `known` prompt tokens were cached; not for a text that is reread after preemption."""
-        if not request.requested:
-            request.cached_tokens = known
 
     def _next_group(self, first: Request, left: int) -> list[Request]:
         """Requests to read together with the first one; the number of distinct prompts is a power of two."""
         size = bucket(len(first.tokens), self._length)
         most = max(1, min(self._together, left // size))
         most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
-        group, shared = [first], self.prefixes is not None
+        group, prefixes = [first], self.prefixes
         for request in self._waiting[1:]:
             if bucket(len(request.tokens), self._length) != size or not self._is_compiled(request):
                 continue
             again = any(_same_prompt(request, other) for other in group)
-            if not again and shared and (self._shares(request, group) or self._is_cached(request)):
+            if not (again or prefixes is None) and (
+                _shares(request, group) or prefixes.find(request.tokens, request.adapter)
+            ):
                 continue  # its prefix will be in the cache
             if again or len(_distinct(group)) < most:
                 group.append(request)
@@ -187,13 +183,6 @@ class PrefillQueue:
             count //= 2
         kept = prompts[:count]
         return [request for request in group if any(_same_prompt(request, other) for other in kept)]
-
-    def _shares(self, request: Request, group: list[Request]) -> bool:
-        alike = (other for other in group if other.adapter == request.adapter)
-        return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
-
-    def _is_cached(self, request: Request) -> bool:
-        return self.prefixes is not None and self.prefixes.find(request.tokens, request.adapter) is not None
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
         self._waiting = [request for request in self._waiting if request not in group]
@@ -209,7 +198,7 @@ class PrefillQueue:
                 request.fail(row)
                 continue
             if request is not prompts[index]:
-                self._count_cached(request, len(request.tokens))
+                _count_cached(request, len(request.tokens))
             yield Prefilled(request, *row, group)
 
     def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
@@ -249,3 +238,14 @@ def _distinct(group: list[Request]) -> list[Request]:
 def _read(request: Request) -> tuple[int, list[int]]:
     """All that a prefix LM's row depends on; for other models the tokens would suffice."""
     return request.prompt_tokens, request.tokens
+
+
+def _shares(request: Request, group: list[Request]) -> bool:
+    alike = (other for other in group if other.adapter == request.adapter)
+    return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
+
+
+def _count_cached(request: Request, known: int) -> None:
+    """Records that `known` prompt tokens were cached; not for a text that is reread after preemption."""
+    if not request.requested:
+        request.cached_tokens = known
