@@ -17,7 +17,7 @@ from capibara.inference.engine import beam_requests
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.programs import speculative
 from capibara.inference.engine.requests.request import Request
-from capibara.inference.engine.runner import decode, prefill
+from capibara.inference.engine.runner import decode, prompt_batches
 from capibara.inference.engine.runner.prefill import PrefillQueue
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.inference.sampling.text import TextStream
@@ -65,7 +65,7 @@ def plant(monkeypatch, owner, name, concerns):
 
 
 FAULTS = {
-    "prefill": (prefill, "batch_of", lambda requests, *_: any(map(is_bad, requests)), {}),
+    "prefill": (prompt_batches, "batch_of", lambda requests, *_: any(map(is_bad, requests)), {}),
     "prefill of one that is read in parts": (PrefillQueue, "extend", lambda *a: is_bad(a[2]), {"prefill_tokens": 4}),
     "sampling": (decode, "settings_of", lambda samplings: STOP in samplings[0].stop, {}),
     "penalties": (decode, "history_of", lambda request, _: is_bad(request), {}),
@@ -114,7 +114,7 @@ def test_a_fault_in_beam_search_is_one_requests(monkeypatch, name):
     if name == "_decode":
         plant(monkeypatch, beam_requests, "_decode", lambda request, *_: is_bad(request))
     else:
-        plant(monkeypatch, beam_requests.prefill, "batch_of", lambda requests, *_: any(map(is_bad, requests)))
+        plant(monkeypatch, prompt_batches, "batch_of", lambda requests, *_: any(map(is_bad, requests)))
     good, bad = one.submit(GOOD[0], sampling(beams=beams)), one.submit(BAD, sampling(beams=beams, stop=(STOP,)))
     assert good.result().text == want
     with pytest.raises(RuntimeError, match="Panic: planted"):
