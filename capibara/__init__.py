@@ -18,9 +18,9 @@ _user_modules.without_working_directory()  # before anything else is imported
 
 class _Package(_types.ModuleType):
     def __getattr__(self, name: str) -> object:
-        if (found := _listed().get(name)) is None:
+        if (result := _listed().get(name)) is None:
             raise AttributeError(f"module 'capibara' has no attribute {name!r}", name=name, obj=self)  # "Did you mean"
-        return self.__dict__.setdefault(name, getattr(_importlib.import_module(found[0]), found[1]))
+        return self.__dict__.setdefault(name, getattr(_importlib.import_module(result[0]), result[1]))
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (isinstance(value, _types.ModuleType) and name in _listed()):  # the module of `python -m capibara.train`

@@ -51,7 +51,7 @@ class Comparison:
         """
         if self.scores is None:
             raise UserError("the answers have no scores: compare(..., score=function of (prompt, answer))")
-        first, second = (np.asarray(one, np.float64) for one in self.scores)
+        first, second = (np.asarray(score, np.float64) for score in self.scores)
         return second - first
 
     def interval(self, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
@@ -74,7 +74,7 @@ class Comparison:
         if self.scores is None:
             equal = sum(a == b for a, b in zip(*self.answers))
             return f"{first} and {second}: {len(self.prompts)} prompts, {equal} equal answers"
-        means = [float(np.mean(one)) for one in self.scores]
+        means = [float(np.mean(score)) for score in self.scores]
         low, high = self.interval()
         return (
             f"{first} {means[0]:.4g}, {second} {means[1]:.4g}: difference {means[1] - means[0]:+.4g} "
@@ -140,10 +140,10 @@ def compare(
     options = {"temperature": 0.0} | sampling
     answers = (_answers(first, asked, options), _answers(second, asked, options))
     scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
-    found = Comparison(_names(first, second), asked, answers, scores)
+    result = Comparison(_names(first, second), asked, answers, scores)
     if out is not None:
-        outputs.save(out, found.html())
-    return found
+        outputs.save(out, result.html())
+    return result
 
 
 def _answers(model: LanguageModel, prompts: Sequence[str], options: dict[str, Any]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def write_data(records: Data, folder: str, name: str = "data") -> tuple[str, ...
     if first is None:
         raise UserError("the data is empty: give at least one record")
     if isinstance(first, os.PathLike) or isinstance(first, str) and _is_path(first):
-        return tuple(os.path.expanduser(str(one)) for one in (first, *rows))
+        return tuple(os.path.expanduser(str(item)) for item in (first, *rows))
     text = "".join(_line(number, row) for number, row in enumerate(_chained(first, rows)))
     try:
         content = text.encode()
@@ -85,9 +85,9 @@ def _line(number: int, row: object) -> str:
     if not isinstance(row, Mapping):
         raise UserError(f"record {number} of the data is {limits.shortened(row)}, must be a dict or a text")
     # Arrow fills the keys that a row lacks with null.
-    kept = {key: value for key, value in row.items() if value is not None}
+    retained = {key: value for key, value in row.items() if value is not None}
     try:
-        return json.dumps(kept, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
+        return json.dumps(retained, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
     except (TypeError, ValueError) as error:
         raise UserError(f"record {number} of the data cannot be written as JSON ({limits.cause(error)})") from None
 

@@ -94,7 +94,7 @@ def finetune(
     chosen = _method(method)
     _check(chosen, out, lora, rewards, fields)
     devices.start(emulate)
-    path, rewards = hub.local_path(stored_path(model)), tuple(_named(one) for one in rewards)
+    path, rewards = hub.local_path(stored_path(model)), tuple(_named(reward) for reward in rewards)
     finetuning.check_out(out, path)  # before the data is written there
     asked = FineTuning(
         model=path, files=_files(data, out, "data"), validation_files=() if eval is None else _files(eval, out, "eval"),
@@ -193,7 +193,7 @@ def _trained(
 
 
 def _method(name: str) -> Method:
-    known = [str(one) for one in Method]
+    known = [str(item) for item in Method]
     if name not in known:
         raise UserError(f"method is {name!r}, must be one of {', '.join(known)}{did_you_mean(str(name), known)}")
     return Method(name)
@@ -220,7 +220,7 @@ def _check(method: Method, out: str, lora: Lora | int | None, rewards: Sequence[
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
         raise UserError(f"rewards is {short(rewards)}, must be a list of functions: try rewards=[cb.numeric_answer]")
     if rewards and not method.is_rewarded:
-        known = ", ".join(f"'{one}'" for one in Method if one.is_rewarded)
+        known = ", ".join(f"'{item}'" for item in Method if item.is_rewarded)
         raise UserError(f"rewards are of methods {known}, and method is {str(method)!r}: set one, or leave them out")
 
 

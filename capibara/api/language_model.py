@@ -203,7 +203,7 @@ def _asked(prompt: object) -> tuple[list[str], list[dict[str, Any]] | None]:
         return [prompt], None
     if not isinstance(prompt, Sequence) or not prompt:
         raise UserError(f"the prompt is {short(prompt)}, must be a text, a list of texts, or messages")
-    if all(isinstance(one, str) for one in prompt):
+    if all(isinstance(item, str) for item in prompt):
         return list(prompt), None
     for message in prompt:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

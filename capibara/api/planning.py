@@ -85,14 +85,14 @@ def plan(
     question = ranking.Question(batch_size=batch_size, headroom=headroom, state_dtypes=tuple(work.state))
     return [
         PlannedRun(
-            dataclasses.replace(trainer.plan, **one.choice.fields(work, slice_.name)),
-            one.memory.peak,
-            one.limit_bytes,
-            one.cost.step_s,
-            one.cost.tokens_per_s,
-            one.choice.describe(),
+            dataclasses.replace(trainer.plan, **item.choice.fields(work, slice_.name)),
+            item.memory.peak,
+            item.limit_bytes,
+            item.cost.step_s,
+            item.cost.tokens_per_s,
+            item.choice.describe(),
         )
-        for one in ranking.search(work, slice_, question)[:most]
+        for item in ranking.search(work, slice_, question)[:most]
     ]
 
 

@@ -84,7 +84,7 @@ def merge(
     if not isinstance(method, Method):
         raise UserError(f"method is {method!r}, must be a method such as cb.Linear() or cb.Ties(density=0.3)")
     what = merging.Merge(
-        models=tuple(stored_path(one) for one in models),
+        models=tuple(stored_path(model) for model in models),
         method=method,
         base=None if base is None else stored_path(base, "base"),
         tokenizer=None if tokenizer is None else stored_path(tokenizer, "tokenizer"),
@@ -129,7 +129,7 @@ def evaluate(
     if weights not in (None, "ema", "raw"):
         raise UserError(f"weights is {weights!r}, must be 'ema' or 'raw', or None for the averages if there are any")
     if tasks is not None and not (
-        isinstance(tasks, Mapping) and all(isinstance(one, EvalTask) for one in tasks.values())
+        isinstance(tasks, Mapping) and all(isinstance(item, EvalTask) for item in tasks.values())
     ):
         raise UserError(
             "tasks must be a dict of names and tasks: try {'qa': cb.EvalTask(files=('qa.jsonl',), metrics=(cb.exact_match,))}"

@@ -68,8 +68,8 @@ class Workers:
             waiting = {pool.submit(_call, packed, task) for task in itertools.islice(remaining, _AHEAD * self._count)}
             while waiting:
                 done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
-                for one in done:
-                    one.result()
+                for item in done:
+                    item.result()
                     on_done()
                 waiting |= {pool.submit(_call, packed, task) for task in itertools.islice(remaining, len(done))}
         except BrokenProcessPool:

@@ -103,9 +103,9 @@ class Parts:
     def done(self, name: str) -> WholePart | None:
         """A part that an earlier run wrote, verified by its hash; None: it is to be written."""
         try:
-            found = _read_part(limits.read_json(self._record(name)), name)
-            if _is_whole(self.folder, found.file):
-                return found
+            result = _read_part(limits.read_json(self._record(name)), name)
+            if _is_whole(self.folder, result.file):
+                return result
         except (FileNotFoundError, UserError):  # killed before it was whole, or changed by hand
             return None
         return None
@@ -123,11 +123,11 @@ class Parts:
         path, record = self.path(name), self._record(name)
         part = Part(f"{path}.partial")
         with _failure_explained(path):
-            for one in (path, record):
-                os.makedirs(os.path.dirname(one), exist_ok=True)
-            for one in (record, path, part.path):  # the record first, so that it never names another content
+            for item in (path, record):
+                os.makedirs(os.path.dirname(item), exist_ok=True)
+            for item in (record, path, part.path):  # the record first, so that it never names another content
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(one)
+                    os.unlink(item)
             try:
                 yield part
                 part.close()
@@ -153,17 +153,17 @@ class Parts:
         Raises:
           UserError: a record that survives it is corrupted.
         """
-        found = []
+        result = []
         for above, _, names in os.walk(self.records):
             for entry in names:
                 path = os.path.join(above, entry)
                 name = os.path.relpath(path, self.records).removesuffix(".json")
                 try:
-                    found += [_read_part(limits.read_json(path), name)] if path.endswith(".json") else []
+                    result += [_read_part(limits.read_json(path), name)] if path.endswith(".json") else []
                 except UserError:
                     if self.durability is Durability.POWER_LOSS:
                         raise
-        return sorted(found, key=lambda one: one.file.name)
+        return sorted(result, key=lambda item: item.file.name)
 
     def _record(self, name: str) -> str:
         return limits.inside(self.records, f"{name}.json", "the builder")
@@ -190,7 +190,7 @@ class Output:
             raise UserError(f"--out ({folder}) must be a local folder: name one, and copy it there")
         self.folder, self.kind = folder, kind
         self.config: Mapping[str, Any] = json.loads(fingerprints.canonical(dict(config)))
-        self.inputs = tuple(sorted(inputs, key=lambda one: one.path))
+        self.inputs = tuple(sorted(inputs, key=lambda item: item.path))
         self._recorder: recording.Recorder | None = None
         building = os.path.join(folder, _BUILDING)
         scratch = os.path.join(building, _SCRATCH)
@@ -308,15 +308,15 @@ class Output:
 
     def _compare(self, path: str) -> None:
         """Raises UserError if the folder was begun with other inputs, settings or version."""
-        found, plan = limits.read_json(path), self._plan()
+        result, plan = limits.read_json(path), self._plan()
         fix = "name another folder, or remove this one"
         for key in ("format", "kind", "version"):
-            if found.get(key) != plan[key]:
-                theirs, ours = limits.shortened(found.get(key)), limits.shortened(plan[key])
+            if result.get(key) != plan[key]:
+                theirs, ours = limits.shortened(result.get(key)), limits.shortened(plan[key])
                 raise UserError(f"--out ({self.folder}) was built with {key} {theirs}, not {ours}: {fix}")
-        if (name := _difference(found.get("config"), plan["config"])) is not None:
+        if (name := _difference(result.get("config"), plan["config"])) is not None:
             raise UserError(f"--out ({self.folder}) was built with other settings ({name}): {fix}")
-        if (name := _difference(_by_path(found.get("inputs")), _by_path(plan["inputs"]))) is not None:
+        if (name := _difference(_by_path(result.get("inputs")), _by_path(plan["inputs"]))) is not None:
             raise UserError(f"--out ({self.folder}) was built from other inputs ({name}): {fix}")
 
     def _plan_path(self) -> str:
@@ -328,17 +328,17 @@ class Output:
             "kind": self.kind,
             "version": capibara.__version__,
             "config": self.config,
-            "inputs": [dataclasses.asdict(one) for one in self.inputs],
+            "inputs": [dataclasses.asdict(item) for item in self.inputs],
         }
 
 
 def _check_unchanged(inputs: Sequence[Input]) -> None:
     """Raises UserError for an input that has another size now, such as a log that is being written."""
-    for one in inputs:
+    for item in inputs:
         with contextlib.suppress(OSError):
-            if stores.of(one.path).has_local_paths and os.path.getsize(one.path) != one.bytes:
+            if stores.of(item.path).has_local_paths and os.path.getsize(item.path) != item.bytes:
                 raise UserError(
-                    f"{one.path} has changed during the build (it had {one.bytes:,} bytes): copy it, and build from the "
+                    f"{item.path} has changed during the build (it had {item.bytes:,} bytes): copy it, and build from the "
                     "copy in another folder"
                 )
 
@@ -423,7 +423,7 @@ def _by_path(inputs: object) -> object:
     """Inputs by path, for a comparison."""
     if not isinstance(inputs, list):
         return None
-    return {str(one.get("path")): (one.get("bytes"), one.get("sha256")) for one in inputs if isinstance(one, dict)}
+    return {str(item.get("path")): (item.get("bytes"), item.get("sha256")) for item in inputs if isinstance(item, dict)}
 
 
 def _difference(found: object, expected: object) -> str | None:

@@ -241,18 +241,18 @@ def _held(name: str, array: jax.Array, cut: Layout) -> list[_Chunk]:
     """This process's chunks, each once; of n devices with the same shard, the i-th writes the i-th part."""
     if not array.size:
         return []
-    found: dict[tuple[int, ...], _Chunk] = {}
+    result: dict[tuple[int, ...], _Chunk] = {}
     for shard in array.addressable_shards:
         starts = [axis.start or 0 for axis in shard.index]
         whole = [(start, start + size) for start, size in zip(starts, shard.data.shape, strict=True)]
         inside = list(cut.touched(tuple(whole)))
         for number, index in enumerate(inside):
             is_ours = shard.replica_id == (number if len(inside) > 1 else 0)
-            if is_ours or index not in found:
+            if is_ours or index not in result:
                 bounds = zip(cut.bounds(index), starts, strict=True)
                 part = tuple(slice(begin - start, end - start) for (begin, end), start in bounds)
-                found[index] = _Chunk(name, cut, index, shard.data, part, is_ours)
-    return list(found.values())
+                result[index] = _Chunk(name, cut, index, shard.data, part, is_ours)
+    return list(result.values())
 
 
 def _orbax_metadata(arrays: PyTree) -> dict[str, bytes]:

@@ -72,10 +72,10 @@ class Encryption:
         Raises:
           UserError: as in `key`.
         """
-        found = [self.key()]
+        result = [self.key()]
         if self.old_key_file is not None:
-            found.append(_of_file("old_key_file", self.old_key_file))
-        return {key.id: key for key in found}
+            result.append(_of_file("old_key_file", self.old_key_file))
+        return {key.id: key for key in result}
 
 
 class Key:

@@ -95,10 +95,10 @@ class Inspection:
         rows = []
         for step in self._steps:
             status(step)
-            row, found = self._row(step)
-            if found is not None:
-                row["faults"] = manifest.faults(self._folder / str(step), found)
-                row["strays"] = manifest.strays(self._folder / str(step), found)
+            row, result = self._row(step)
+            if result is not None:
+                row["faults"] = manifest.faults(self._folder / str(step), result)
+                row["strays"] = manifest.strays(self._folder / str(step), result)
             rows.append(row)
         return rows if self._alone else rows + self._lost_rows() + [self._run_row()]
 
@@ -119,19 +119,19 @@ class Inspection:
         run = self._folder.parent
         row: Row = {"step": "run", "faults": [], "strays": []}
         try:
-            found = run_manifest.read(run)
+            result = run_manifest.read(run)
         except Corrupted as fault:
             return row | {"faults": [str(fault)]}
         named = {path for step in self._steps for path in self._named(step)}
-        if found is None:
+        if result is None:
             gone = f"{run_manifest.NAME} is gone, which names the run's own files"
             return row | {"faults": [gone] if named or (run / run_manifest.CONFIG).exists() else []}
-        row["faults"] = run_manifest.faults(run, found)
+        row["faults"] = run_manifest.faults(run, result)
         row["faults"] += [
-            f"{path} is named by a step, not by {run_manifest.NAME}" for path in sorted(named - {*found.entries})
+            f"{path} is named by a step, not by {run_manifest.NAME}" for path in sorted(named - {*result.entries})
         ]
-        row["strays"] = run_manifest.unknown(run, found)
-        return row | {"files": len(found.entries)}
+        row["strays"] = run_manifest.unknown(run, result)
+        return row | {"files": len(result.entries)}
 
     def _named(self, step: int) -> list[str]:
         """The run's own files that a step's manifest names."""
@@ -181,10 +181,10 @@ class Inspection:
     def _row(self, step: int) -> tuple[Row, Manifest | None]:
         """A step's row, and its manifest if it can be read."""
         try:
-            found = manifest.read(self._folder / str(step))
+            result = manifest.read(self._folder / str(step))
         except Corrupted as fault:
             return {"step": step, "faults": [str(fault)]}, None
-        return _described(found), found
+        return _described(result), result
 
 
 def _described(found: Manifest) -> Row:

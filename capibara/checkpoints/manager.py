@@ -106,7 +106,7 @@ class Checkpoints(CheckpointReader):
         if self._writer.key is not None:  # the manifest is not encrypted
             values["config"] = about.pop("config", None)
             about["datasets"] = [
-                {"fingerprint": one["fingerprint"]} for one in about["datasets"] if "fingerprint" in one
+                {"fingerprint": item["fingerprint"]} for item in about["datasets"] if "fingerprint" in item
             ]
         run = json.dumps(values).encode()  # now, since the values may change
         parent, verifying = self._parent, self._verifying
@@ -141,9 +141,9 @@ class Checkpoints(CheckpointReader):
         if jax.process_index() == 0:
             with self._disk_errors(), contextlib.suppress(Corrupted):  # another verification reports it
                 self._check_lease()
-                found = self._reader.manifest(step)
-                scored = dataclasses.replace(found, about={**found.about, "score": score})
-                writer = Writer(key=self._reader.key_of(found))  # may be the previous key
+                result = self._reader.manifest(step)
+                scored = dataclasses.replace(result, about={**result.about, "score": score})
+                writer = Writer(key=self._reader.key_of(result))  # may be the previous key
                 manifest.write(self._folder / str(step), writer.signed(scored))
         peers.together("scored")
 

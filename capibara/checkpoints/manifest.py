@@ -105,10 +105,10 @@ class Manifest:
     @functools.cached_property
     def by_folder(self) -> dict[str, list[File]]:
         """The files by folder, relative to the step's."""
-        found: dict[str, list[File]] = {}
+        result: dict[str, list[File]] = {}
         for file in self.files:
-            found.setdefault(file.path.rpartition("/")[0], []).append(file)
-        return found
+            result.setdefault(file.path.rpartition("/")[0], []).append(file)
+        return result
 
 
 def write(folder: epath.Path, manifest: Manifest) -> None:
@@ -192,9 +192,9 @@ def verify(folder: epath.Path, selected: Callable[[File], bool] = lambda file: T
       Corrupted: some are not intact.
     """
     manifest = read(folder)
-    if found := faults(folder, manifest, selected):
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise Corrupted("; ".join(found[:_SHOWN]) + more)
+    if result := faults(folder, manifest, selected):
+        more = f" and {len(result) - _SHOWN} more" if len(result) > _SHOWN else ""
+        raise Corrupted("; ".join(result[:_SHOWN]) + more)
     return manifest
 
 
@@ -233,9 +233,9 @@ def contents(folder: epath.Path, file: File, *, check: bool = True) -> np.ndarra
 
     def once() -> np.ndarray:
         _check_size(path, file)
-        found, digest = hashing.read_hashed(path, file.size)
+        result, digest = hashing.read_hashed(path, file.size)
         _check_hash(digest if check else file.xxh128, file)
-        return found
+        return result
 
     return _patiently(file.describe(), path, once)
 
@@ -350,10 +350,10 @@ def provenance(config: str) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The git commit of the current folder, with "+" if files differ; None: it is in no repository."""
-    found = _git("rev-parse", "HEAD")
-    if not found:
+    result = _git("rev-parse", "HEAD")
+    if not result:
         return None
-    return found + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return result + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _git(*command: str) -> str | None:

@@ -72,12 +72,12 @@ class StepReader:
           UserError: we do not have the key, or the step is not encrypted although it must be.
           Corrupted: the manifest is corrupted.
         """
-        found = manifest.read(self._folder / str(step))
-        key, encryption = self.key_of(found), self._config.encryption
+        result = manifest.read(self._folder / str(step))
+        key, encryption = self.key_of(result), self._config.encryption
         if key is not None:
-            key.check_mac(found.signed(), found.mac)
-        elif found.encryption is not None:
-            key_id = found.encryption.get("key")
+            key.check_mac(result.signed(), result.mac)
+        elif result.encryption is not None:
+            key_id = result.encryption.get("key")
             raise UserError(
                 f"checkpoint {self._folder}/{step} is encrypted with the key {key_id}, "
                 + (
@@ -91,7 +91,7 @@ class StepReader:
                 f"checkpoint {self._folder}/{step} is not encrypted, and Checkpointing.encryption is set: where it is your "
                 "own, set Encryption.plain_steps = True to resume from it"
             )
-        return found
+        return result
 
     def key_of(self, found: Manifest) -> Key | None:
         """The key of an encrypted step, if we have it."""
@@ -103,22 +103,22 @@ class StepReader:
         Raises:
           Corrupted: they are corrupted.
         """
-        found = self.manifest(step)
-        file = found.by_path.get(manifest.RUN)
+        result = self.manifest(step)
+        file = result.by_path.get(manifest.RUN)
         if file is None:
             raise Corrupted(f"{manifest.RUN} is gone")
         if file.size > _RUN_BYTES:
             raise Corrupted(f"{manifest.RUN} has {file.size:,} bytes, must have at most {_RUN_BYTES:,}")
         content = manifest.contents(self._folder / str(step), file)
         try:
-            text = arrays.opened(content, found, file, self.key_of(found)).tobytes()
+            text = arrays.opened(content, result, file, self.key_of(result)).tobytes()
             values = limits.parse_json(text, values=_RUN_VALUES, finite=False)
             parts = {name: values[name] for name in ("data", "progress", "shapes")}
             if not all(isinstance(part, dict) for part in parts.values()):
                 raise ValueError("its parts are not JSON objects")
             if not all(isinstance(shape, str) for shape in parts["shapes"].values()):
                 raise ValueError("its shapes are not texts")
-            return Restored(step=step, **parts, score=found.about.get("score"))
+            return Restored(step=step, **parts, score=result.about.get("score"))
         except (ValueError, KeyError, TypeError) as error:
             raise Corrupted(f"{manifest.RUN} cannot be read ({manifest.one_line(error)})") from error
 
@@ -173,8 +173,8 @@ class StepReader:
             if part in ("ema", "params") and not has_average and keep(name):
                 leaf = parsed_shape(shape)
                 targets |= {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)}
-        found = self._read(restored.step, tree.nested(targets))
-        return tree.joined(found.get("ema", {}), found.get("params", {}))
+        result = self._read(restored.step, tree.nested(targets))
+        return tree.joined(result.get("ema", {}), result.get("params", {}))
 
     def optimizer(self, restored: Restored, target: PyTree) -> tuple[int, PyTree] | None:
         """The step and its optimizer state; see `CheckpointReader.newest_optimizer`."""
@@ -192,8 +192,8 @@ class StepReader:
         check_shapes(self._folder / str(step), saved, shapes_of(targets), cast=self._config.cast)
 
     def _read(self, step: int, target: PyTree) -> PyTree:
-        found, check = self.manifest(step), self._config.verify is Verify.BEFORE
-        return arrays.read(self._folder / str(step), found, target, check=check, key=self.key_of(found))
+        result, check = self.manifest(step), self._config.verify is Verify.BEFORE
+        return arrays.read(self._folder / str(step), result, target, check=check, key=self.key_of(result))
 
 
 class CheckpointReader:
@@ -359,13 +359,13 @@ class CheckpointReader:
 
     def _newest(self, attempt: Callable[[int], T]) -> T | None:
         """The result of `attempt` for the newest step that is intact on all processes; None: there is no step."""
-        found = newest_whole(self._folder, attempt, self.corrupted, read_only=self._is_read_only)
-        if found is None:
+        result = newest_whole(self._folder, attempt, self.corrupted, read_only=self._is_read_only)
+        if result is None:
             return None
         if self._config.verify is Verify.BACKGROUND:
-            folder = self._folder / str(found[0])
+            folder = self._folder / str(result[0])
             self._verifying = verification.beside_training(folder, self.corrupted, read_only=self._is_read_only)
-        return found[1]
+        return result[1]
 
 
 def newest_whole(
@@ -395,17 +395,17 @@ def newest_whole(
     for step in lost[-_LOGGED:]:
         pass_over(step, step_folders.why_lost(folder, step))
     for step in steps:
-        found: list[T] = []
+        result: list[T] = []
         fault = None
         try:
-            found = [attempt(step)]
+            result = [attempt(step)]
         except Corrupted as error:
             fault = str(error)
         fault = next(filter(None, hosts.gathered(fault)), None)
         if fault is None:
             for other in passed if not read_only and jax.process_index() == 0 else ():
                 _quarantine(folder, other)
-            return step, found[0]
+            return step, result[0]
         passed.append(step)
         pass_over(step, fault)
     if corrupted:

@@ -35,21 +35,21 @@ def expendable(
       scores: step -> its score; steps without one are never among the best.
     """
     steps = sorted(set(steps))
-    kept = set(steps[-keep:]) | set(milestones)
+    retained = set(steps[-keep:]) | set(milestones)
     if keep_every is not None:
-        kept |= {step for step in steps if step % keep_every == 0}
+        retained |= {step for step in steps if step % keep_every == 0}
     scored = sorted((score, -step) for step, score in (scores or {}).items() if step in steps)
-    kept |= {-step for _, step in scored[:keep_best]}
-    return [step for step in steps if step not in kept]
+    retained |= {-step for _, step in scored[:keep_best]}
+    return [step for step in steps if step not in retained]
 
 
 def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
     """The older steps of a folder that hold files of these."""
-    found: set[int] = set()
+    result: set[int] = set()
     for step in steps:
         with contextlib.suppress(Corrupted):
-            found |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
-    return found
+            result |= {file.step for file in manifest.read(folder / str(step)).files if file.step is not None}
+    return result
 
 
 def prunable(

@@ -177,14 +177,14 @@ class Writer:
         peers.together("begun")
         carried = [] if base is None else self._carried(folder, base, arrays)
         if carried:
-            kept = {file.array for file in carried}
-            arrays = tree.map_with_names(lambda name, leaf: None if name in kept else leaf, arrays)
+            retained = {file.array for file in carried}
+            arrays = tree.map_with_names(lambda name, leaf: None if name in retained else leaf, arrays)
         files = array_files.write(folder, arrays, key=self.key, compress=self.compress)
         stores.of(folder).sync(folder)
-        told = _exchanged(folder, "files", [dataclasses.asdict(file) for file in files])
+        reported = _exchanged(folder, "files", [dataclasses.asdict(file) for file in files])
         if jax.process_index() > 0:
             return []
-        return self._all(folder, [File(**values) for files in told for values in files], carried)
+        return self._all(folder, [File(**values) for files in reported for values in files], carried)
 
     def signed(self, plain: Manifest) -> Manifest:
         """The manifest, signed if files are encrypted."""
@@ -223,13 +223,13 @@ class Writer:
             for name, leaf in zip(tree.path_names(arrays), jax.tree.leaves(arrays), strict=True)
             for file in self._same(folder.parent / str(base.step), base, name, leaf)
         ]
-        same = {path for told in _exchanged(folder, "same", mine) for path in told}
-        found = []
+        same = {path for reported in _exchanged(folder, "same", mine) for path in reported}
+        result = []
         for name in tree.path_names(arrays):
             files = base.by_folder.get(array_files.folder_of(name), ())
             if files and all(file.path in same for file in files if not file.path.endswith(array_files.LAYOUT)):
-                found += [dataclasses.replace(file, array=name, step=file.step or base.step) for file in files]
-        return found
+                result += [dataclasses.replace(file, array=name, step=file.step or base.step) for file in files]
+        return result
 
     def _same(self, folder: epath.Path, base: Manifest, name: str, leaf: jax.Array) -> list[File]:
         """The chunks of an array in `base` that equal this process's data, and whose files are intact."""
@@ -243,15 +243,15 @@ class Writer:
             or (cut.compressor is not None) != self.compress
         ):
             return []
-        found = []
+        result = []
         for file in base.by_folder[array_files.folder_of(name)]:
             content = None if file.chunk is None else array_files.region(leaf, cut.bounds(file.chunk))
             if content is not None and array_files.content_hash(content, self.key) == (file.content or file.xxh128):
-                found.append(file)
+                result.append(file)
         # What a step refers to must be as reliable as what it writes.
         if stores.of(folder).verifies:
-            return [file for file in found if manifest.is_there(folder, file)]
-        return [] if manifest.faults(folder, base, set(found).__contains__) else found
+            return [file for file in result if manifest.is_there(folder, file)]
+        return [] if manifest.faults(folder, base, set(result).__contains__) else result
 
 
 def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
@@ -261,6 +261,6 @@ def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
     paths = [folder / f"{_MESSAGE}{topic}.{index}" for index in range(jax.process_count())]
     stores.of(folder).write_atomic(paths[jax.process_index()], json.dumps(value).encode())
     peers.together(topic)
-    found = [json.loads(stores.of(folder).read(path)) for path in paths]
+    result = [json.loads(stores.of(folder).read(path)) for path in paths]
     peers.together(f"{topic} read")
-    return found
+    return result

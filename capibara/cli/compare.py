@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     figures: dict[str, Any] = {"models": result.names, "prompts": len(result.prompts), "out": args.out}
     if result.scores is not None:
-        means = [sum(one) / len(one) for one in result.scores]
+        means = [sum(item) / len(item) for item in result.scores]
         low, high = result.interval()
         figures |= {"score": args.score, "means": means, "difference": means[1] - means[0]}
         figures |= {"interval_95": [low, high], "p_value": result.p_value()}

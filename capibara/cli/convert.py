@@ -91,9 +91,9 @@ def convert(args: argparse.Namespace) -> int:
     inspection.check(args.action, args.keep, args.keep_every)
     outputs.check_writable(*filter(None, [args.json]))
     options = {name: getattr(args, name) for name in _PRUNE}
-    found = inspection.Inspection(args.run, args.step)
+    result = inspection.Inspection(args.run, args.step)
     with StatusLine() as line:
-        table = found.done(args.action, lambda step: line.show("verifying", f"step {step}"), **options)
+        table = result.done(args.action, lambda step: line.show("verifying", f"step {step}"), **options)
     print("\n".join(inspection.lines(table, args.action)))
     if args.json is not None:
         outputs.save(args.json, json.dumps(table, indent=1))

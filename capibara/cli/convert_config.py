@@ -33,19 +33,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("--gin_file and --gin.NAME are for runs: pass them to capibara train with the new file")
     from capibara.interop.t5x import gin as t5x_gin
 
-    found = t5x_gin.translate(args.source, args.gin_search_paths)
-    if found.left and not args.leave_out:
+    result = t5x_gin.translate(args.source, args.gin_search_paths)
+    if result.left and not args.leave_out:
         raise UserError(
-            f"{args.source} binds {', '.join(found.left[:5])}{' and more' * (len(found.left) > 5)}, which capibara does not "
+            f"{args.source} binds {', '.join(result.left[:5])}{' and more' * (len(result.left) > 5)}, which capibara does not "
             "have: remove it, or pass --leave_out"
         )
     if args.to is None:
-        print(found.text, end="")
+        print(result.text, end="")
     else:
         if os.path.lexists(args.to):
             raise UserError(f"--to={args.to} exists already: name another file")
         outputs.check_writable(args.to)
-        outputs.save(args.to, found.text)
-    for note in found.notes:
+        outputs.save(args.to, result.text)
+    for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

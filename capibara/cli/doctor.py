@@ -77,6 +77,6 @@ def doctor(args: flags.Arguments) -> int:
     if missing:
         print(f"\nto install one: {extras.install_command(missing[0])}")
     if args.json is not None:
-        kept = {name: value for name, value in here.items() if name not in ("command", "git", "host")}
-        outputs.save(args.json, json.dumps(kept | {"missing": lacking}, indent=1) + "\n")
+        retained = {name: value for name, value in here.items() if name not in ("command", "git", "host")}
+        outputs.save(args.json, json.dumps(retained | {"missing": lacking}, indent=1) + "\n")
     return 0

@@ -82,15 +82,15 @@ def run(args: argparse.Namespace) -> None:
             from capibara.evaluation import harness
 
             options = evaluation_tasks.harness_options(subject)
-            found = harness.evaluate(subject, args.harness.split(","), options, args.harness_path, args.limit)
-            lines = harness.table(found)
+            result = harness.evaluate(subject, args.harness.split(","), options, args.harness_path, args.limit)
+            lines = harness.table(result)
         else:
             tasks = evaluation_tasks.select(args.task, args.limit, subject)
             hosts.of_first(lambda: outputs.check_writable(*written, inputs=evaluation.files_of(tasks)))
-            found = evaluation.evaluate(subject, tasks, limit=args.limit, predictions=args.predictions, show=show)
-            lines = evaluation.table(found)
+            result = evaluation.evaluate(subject, tasks, limit=args.limit, predictions=args.predictions, show=show)
+            lines = evaluation.table(result)
     if jax.process_index() > 0:
         return
     print(*lines, sep="\n")
     if args.out:
-        outputs.save(args.out, json.dumps(found, indent=1, ensure_ascii=False, default=str) + "\n")
+        outputs.save(args.out, json.dumps(result, indent=1, ensure_ascii=False, default=str) + "\n")

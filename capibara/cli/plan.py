@@ -60,11 +60,11 @@ def plan(args: argparse.Namespace) -> int:
     work = workload.of_run(run, dtypes)
     rows = run.plan.batch_size if config.is_bound("Plan.batch_size") else None
     question = questions.question(args, work, run.plan, rows)
-    found, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
+    result, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
     if args.goal in questions.SLICE_GOALS:
         with StatusLine() as line:
-            found = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
-        chosen = slice_choice.best(found, args)
+            result = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
+        chosen = slice_choice.best(result, args)
         slice_, ranked = chosen.slice_, chosen.ranked
     else:
         slice_ = questions.slice_of(of_flag, run.plan)
@@ -77,9 +77,9 @@ def plan(args: argparse.Namespace) -> int:
         with StatusLine() as line:
             prove = proof.prover(run, configuration, work, slice_, deadline_s=args.deadline, status=line.show)
             walk = verify.walk(work, slice_, question, prove, most=args.tries)
-    files.save(args, walk, work, slice_, found, **money)
-    if found:
-        report.show_offers(found, chosen, **money)
+    files.save(args, walk, work, slice_, result, **money)
+    if result:
+        report.show_offers(result, chosen, **money)
     report.show(walk, work, slice_, top=args.top, **money)
     print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan, rows, read)), end="")
     if args.explain:

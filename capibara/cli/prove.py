@@ -63,7 +63,7 @@ def prove(args: argparse.Namespace) -> int:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
     plan, title = automatic.plan(run, slice_)
     if title:  # as in `train`; the child that compiles is told by flags
-        args.gin_bindings = [*args.gin_bindings, *(one.line for one in written.differences(run.plan, plan))]
+        args.gin_bindings = [*args.gin_bindings, *(item.line for item in written.differences(run.plan, plan))]
         run = dataclasses.replace(run, plan=plan)
         print(title)
     run.plan.mesh_shape(slice_.devices, slice_.name)

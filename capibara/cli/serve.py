@@ -65,7 +65,7 @@ def serve(args: flags.Arguments) -> int:
     line = channel.connect()
     if isinstance(line, channel.Follower):
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda one, _: line.signal(one))
+            signal.signal(number, lambda item, _: line.signal(item))
         _load(args, first=False)[0].engine.follow(line)
         return 0
     endpoint = server.open_endpoint(args.host, args.port, args.api_key_file, _KEY)

@@ -27,9 +27,9 @@ def scopes(name: str) -> list[str]:
     """The scopes in which a class or field (as in `is_bound`) is bound: "qa" for qa/EvalTask.files, "" for no scope."""
     cls, _, parameter = name.partition(".")
     unset = {m: repr(v["value"]) == _REQUIRED for (m, kind), v in gin_config._CONFIG.items() if kind == MACRO}
-    found = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
+    result = [(scope, v) for (scope, kind), v in gin_config._CONFIG.items() if kind.rpartition(".")[2] == cls]
     is_set = lambda v: not unset.get(macro_name(v[parameter])) if parameter in v else v and not parameter  # noqa: E731
-    return [scope for scope, v in found if is_set(v)]
+    return [scope for scope, v in result if is_set(v)]
 
 
 def values_of(name: str) -> list[object]:

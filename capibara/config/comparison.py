@@ -70,12 +70,12 @@ def _default(name: str) -> str | None:
     matches = gin_config._REGISTRY.matching_selectors(owner)
     if len(matches) != 1:
         return None
-    found = getattr(gin_config._REGISTRY[matches[0]].wrapped, "__dataclass_fields__", {}).get(parameter)
-    return None if found is None or found.default is dataclasses.MISSING else repr(found.default)
+    result = getattr(gin_config._REGISTRY[matches[0]].wrapped, "__dataclass_fields__", {}).get(parameter)
+    return None if result is None or result.default is dataclasses.MISSING else repr(result.default)
 
 
 def _choice(selector: str, parameter: str) -> object:
     """The value of a field that is not set, for comparison with records in which it is."""
-    found = getattr(gin_config._REGISTRY[selector].wrapped, "__dataclass_fields__", {}).get(parameter)
-    choice = AUTO if found is None else found.metadata.get("choice", AUTO)
+    result = getattr(gin_config._REGISTRY[selector].wrapped, "__dataclass_fields__", {}).get(parameter)
+    choice = AUTO if result is None else result.metadata.get("choice", AUTO)
     return choice.value if isinstance(choice, enum.Enum) else choice

@@ -136,16 +136,16 @@ def statements_of(text: str, where: str) -> list[Statement]:
     Raises:
       UserError: a syntax error; the message names the line.
     """
-    lines, found = text.splitlines(), []
+    lines, result = text.splitlines(), []
     parser = _guard(lambda: config_parser.ConfigParser(text, Literals()), where, lines)
-    while one := _guard(parser.parse_statement, where, lines):
-        if isinstance(one, config_parser.IncludeStatement):
-            found.append(Statement(include=one.filename))
-        elif isinstance(one, config_parser.ImportStatement):
-            found.append(Statement(module=one.module))
-        elif isinstance(one, config_parser.BindingStatement):
-            found.append(Statement(one.scope or "", one.selector, one.arg_name or "", one.value))
-    return found
+    while item := _guard(parser.parse_statement, where, lines):
+        if isinstance(item, config_parser.IncludeStatement):
+            result.append(Statement(include=item.filename))
+        elif isinstance(item, config_parser.ImportStatement):
+            result.append(Statement(module=item.module))
+        elif isinstance(item, config_parser.BindingStatement):
+            result.append(Statement(item.scope or "", item.selector, item.arg_name or "", item.value))
+    return result
 
 
 class _References(gin_config.ParserDelegate):
@@ -157,8 +157,8 @@ class _References(gin_config.ParserDelegate):
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         scope, slash, selector = scoped_configurable_name.rpartition("/")
-        found = self._lookup(selector, f"@{scoped_configurable_name}")
-        return super().configurable_reference(f"{scope}{slash}{_known(selector, found)}", evaluate)
+        result = self._lookup(selector, f"@{scoped_configurable_name}")
+        return super().configurable_reference(f"{scope}{slash}{_known(selector, result)}", evaluate)
 
 
 def _known(selector: str, found: gin_config.Configurable) -> str:
@@ -168,26 +168,26 @@ def _known(selector: str, found: gin_config.Configurable) -> str:
 
 def _lookup(selector: str, shown: str) -> gin_config.Configurable:
     try:
-        found = gin_config._parse_context().get_configurable(selector)
-        if found is None and (module := defining_modules().get(selector.rpartition(".")[2])):
+        result = gin_config._parse_context().get_configurable(selector)
+        if result is None and (module := defining_modules().get(selector.rpartition(".")[2])):
             # A saved configuration names classes that the verb has not imported, such as a run's trackers in `infer`.
             importlib.import_module(module)
-            found = gin_config._parse_context().get_configurable(selector)
+            result = gin_config._parse_context().get_configurable(selector)
     except KeyError:
         matches = sorted(gin_config._REGISTRY.matching_selectors(selector))
         raise UserError(f"{shown} may be any of {', '.join(matches)}: write the full name") from None
     except (NameError, AttributeError) as error:  # with `from __gin__ import dynamic_registration`
         raise UserError(f"{shown}: {error}") from None
-    if found is None and (now := selector_now(selector)) != selector:
+    if result is None and (now := selector_now(selector)) != selector:
         return _lookup(now, shown)
-    if found is None:
+    if result is None:
         if (where := user_modules.defined_in(selector)) is not None:
             raise UserError(f"{shown} is in {where}: mark it with @capibara.config.configurable")
         known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
         names = {name.rpartition(".")[2] for name in known} | {*defining_modules()}
         choices = known if "." in selector else names
         raise UserError(f"no configurable named {shown}{did_you_mean(selector, choices)}")
-    return found
+    return result
 
 
 class _Parsing:
@@ -246,13 +246,13 @@ class _Parsing:
                     )
 
     def _lookup(self, selector: str, shown: str) -> gin_config.Configurable:
-        found = _lookup(selector, shown)
-        if self._in_record and not self._is_data(found):
+        result = _lookup(selector, shown)
+        if self._in_record and not self._is_data(result):
             raise UserError(
                 f"{shown} is refused: a recorded configuration may only bind what a run of capibara records, and "
-                f"{found.selector} is not part of that"
+                f"{result.selector} is not part of that"
             )
-        return found
+        return result
 
     def _is_data(self, found: gin_config.Configurable) -> bool:
         """Whether a recorded configuration may refer to a configurable."""
@@ -318,13 +318,13 @@ class _Parsing:
             name = f"{statement.scope}/{statement.selector}" if statement.scope else statement.selector
             bind(name, MACRO, "value", statement.value, where)
         else:
-            found = _located(where, self._lookup, statement.selector, statement.selector)
-            known = gin_search.parameters_of(found.wrapped)
+            result = _located(where, self._lookup, statement.selector, statement.selector)
+            known = gin_search.parameters_of(result.wrapped)
             if known is not None and statement.arg_name not in known:
-                hint = gin_search.other_owner(found.wrapped, statement.arg_name, known)
-                raise UserError(f"{where}: {found.name} has no parameter {statement.arg_name}{hint}")
-            written = _known(statement.selector, found)
-            bind(statement.scope, found.selector, statement.arg_name, statement.value, where, written)
+                hint = gin_search.other_owner(result.wrapped, statement.arg_name, known)
+                raise UserError(f"{where}: {result.name} has no parameter {statement.arg_name}{hint}")
+            written = _known(statement.selector, result)
+            bind(statement.scope, result.selector, statement.arg_name, statement.value, where, written)
 
     def check_macros(self, from_files: set[str], of_readers: Collection[str]) -> None:
         """Checks that each macro in use is defined, and each macro of the command line is used or defined in a file."""

@@ -35,10 +35,10 @@ def of(operative: str, modules: Iterable[str]) -> str:
 def modules_named(text: str) -> Sequence[str]:
     """The user's own modules that a recorded configuration names."""
     try:
-        found = [ast.literal_eval(literal) for literal in _NAMED.findall(text)]
+        result = [ast.literal_eval(literal) for literal in _NAMED.findall(text)]
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return ()
-    return tuple(name for names in found for name in names if isinstance(name, str))
+    return tuple(name for names in result for name in names if isinstance(name, str))
 
 
 class _Infinity(float):
@@ -57,7 +57,7 @@ def literal(value: object) -> object:
     if type(value) is list:
         return [*map(literal, value)]
     if type(value) is dict:
-        return {key: literal(one) for key, one in value.items()}
+        return {key: literal(item) for key, item in value.items()}
     return value
 
 

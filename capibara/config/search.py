@@ -53,9 +53,9 @@ def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: s
         folders = [path.parent]
     looked = ", ".join(dict.fromkeys(str(folder.resolve()) for folder in folders))
     choices = {
-        str(found.relative_to(folder))
+        str(result.relative_to(folder))
         for folder in folders
-        for found in _gin_files(folder, folder == folders[-1] and not path.is_absolute())
+        for result in _gin_files(folder, folder == folders[-1] and not path.is_absolute())
     }
     names: dict[str, list[str]] = {}
     for choice in sorted(choices):
@@ -72,12 +72,12 @@ def _copied(url: str) -> pathlib.Path:
     from capibara.storage import copies, remote
 
     folder = remote.address(url).rpartition("/")[0]
-    found = remote.listed(f"{folder}/*.gin")
-    names = [entry.url for entry in found]
+    result = remote.listed(f"{folder}/*.gin")
+    names = [entry.url for entry in result]
     if remote.address(url) not in names:
         close = fields.nearest(remote.address(url), names)
         raise UserError(f"no Gin file {url}{f', did you mean {close[0]}?' if close else ''}")
-    return pathlib.Path(copies.local_files(found)[names.index(remote.address(url))])
+    return pathlib.Path(copies.local_files(result)[names.index(remote.address(url))])
 
 
 def _gin_files(folder: pathlib.Path, deep: bool) -> Iterable[pathlib.Path]:
@@ -186,13 +186,13 @@ def _parts(cls: object) -> Iterable[Any]:
             continue
         for annotation in fields.annotations_of(part).values():
             choices = (annotation, *typing.get_args(annotation))
-            classes: list[Any] = [one for one in choices if isinstance(one, type)]
-            below: list[Any] = [sub for one in classes for sub in type.__subclasses__(one)]
-            for one in [*classes, *below]:
-                if dataclasses.is_dataclass(one) and one not in seen:
-                    seen.add(one)
-                    waiting.append(one)
-                    yield one
+            classes: list[Any] = [choice for choice in choices if isinstance(choice, type)]
+            below: list[Any] = [sub for entry in classes for sub in type.__subclasses__(entry)]
+            for item in [*classes, *below]:
+                if dataclasses.is_dataclass(item) and item not in seen:
+                    seen.add(item)
+                    waiting.append(item)
+                    yield item
 
 
 def way_in(cls: Any, built: Sequence[Any], known: Sequence[Any]) -> str:

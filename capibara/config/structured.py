@@ -54,14 +54,14 @@ class _Yaml:
         self._name, self._values = name, 0
 
     def statements(self, root: yaml.Node | None) -> list[tuple[int, str]]:
-        found: list[tuple[int, str]] = []
+        result: list[tuple[int, str]] = []
         for key, value in [] if root is None else self._pairs(root):
             name = str(key.value)
             inner = self._pairs(value) if isinstance(value, yaml.MappingNode) else None
             rows = [(key, _top(self._where(key), name, self._value(value)))] if inner is None else []
             rows += [(k, [_binding(self._where(k), name, str(k.value), self._value(v))]) for k, v in inner or ()]
-            found += [(at.start_mark.line + 1, line) for at, lines in rows for line in lines]
-        return found
+            result += [(at.start_mark.line + 1, line) for at, lines in rows for line in lines]
+        return result
 
     def _pairs(self, node: yaml.Node) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
         if not isinstance(node, yaml.MappingNode):
@@ -80,7 +80,7 @@ class _Yaml:
         if self._values > _MOST_VALUES:
             raise UserError(f"{self._name} has more than {_MOST_VALUES:,} values: it is no configuration")
         if isinstance(node, yaml.SequenceNode):
-            return f"[{', '.join(self._value(one) for one in node.value)}]"
+            return f"[{', '.join(self._value(item) for item in node.value)}]"
         if isinstance(node, yaml.MappingNode):
             return f"{{{', '.join(f'{key.value!r}: {self._value(value)}' for key, value in self._pairs(node))}}}"
         text = str(node.value)
@@ -121,9 +121,9 @@ def _of_value(name: str, key: str, value: Any) -> list[str]:
 
 def _literal(name: str, value: object) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(_literal(name, one) for one in value)}]"
+        return f"[{', '.join(_literal(name, item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_literal(name, one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_literal(name, item)}' for key, item in value.items())}}}"
     if not isinstance(value, str | int | float | None):
         raise UserError(
             f"{name} has {value}, a {type(value).__name__}, which Gin does not have: write a text in quotes"
@@ -136,11 +136,11 @@ def _top(where: str, name: str, value: str) -> list[str]:
     if name in ("include", "import"):
         named = ast.literal_eval(value)
         named = [named] if isinstance(named, str) else named
-        if not isinstance(named, list) or not all(isinstance(one, str) and one for one in named):
+        if not isinstance(named, list) or not all(isinstance(item, str) and item for item in named):
             raise UserError(f"{where}: {name} is {value}, must be a name or a list of names")
-        if name == "import" and not all(_MODULE.fullmatch(one) for one in named):
+        if name == "import" and not all(_MODULE.fullmatch(item) for item in named):
             raise UserError(f"{where}: import is {value}, must name modules")
-        return [f"include {one!r}" if name == "include" else f"import {one}" for one in named]
+        return [f"include {item!r}" if name == "include" else f"import {item}" for item in named]
     if not _MACRO.fullmatch(name):
         raise UserError(
             f"{where}: {name!r} is no name of a macro: use letters, digits and _, or a mapping of a class's fields"

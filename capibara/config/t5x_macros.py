@@ -86,15 +86,15 @@ def last_bindings(
       follows: the same keys -> the macro that is its value, which may be bound later.
     """
     numbered = {key: (number, where) for number, (key, where) in enumerate(bound_at.items())}
-    found: dict[str, tuple[int, str]] = {}
+    result: dict[str, tuple[int, str]] = {}
     for key, last in numbered.items():
         scope, selector, parameter = key
         if selector == _GIN_MACRO:
-            found[scope] = last
+            result[scope] = last
         elif not scope:
             macro = (follows[key] or "", _GIN_MACRO, "value")
-            found[f"{selector.rpartition('.')[2]}.{parameter}"] = max(last, numbered.get(macro, last))
-    return found
+            result[f"{selector.rpartition('.')[2]}.{parameter}"] = max(last, numbered.get(macro, last))
+    return result
 
 
 def statements(macro: str, value: object, model: str | None, bound: LastBindings) -> list[str]:

@@ -59,7 +59,7 @@ def origins(changed: Sequence[Difference] = (), by: str = "") -> dict[str, tuple
       {"Trainer.steps": ("20", "command line")}: a value as Gin text, and its file and line, its flag, or `by` with these.
     """
     replaced = {(key, field) for key, field, _ in _places(changed)}
-    found = {}
+    result = {}
     for (scope, selector), parameters in gin_config._OPERATIVE_CONFIG.items():
         if selector == MACRO:
             continue
@@ -68,8 +68,8 @@ def origins(changed: Sequence[Difference] = (), by: str = "") -> dict[str, tuple
             if ((scope, selector), name) in replaced:
                 where = f"{by} (was set: {where})" if where else by
             if where:
-                found[f"{minimal(scope, selector)}.{name}"] = (repr(_resolved(value)[0]), where)
-    return found
+                result[f"{minimal(scope, selector)}.{name}"] = (repr(_resolved(value)[0]), where)
+    return result
 
 
 def _bound_in(scope: str, selector: str, parameter: str) -> str:
@@ -88,7 +88,7 @@ def _change(changed: Sequence[Difference]) -> None:
     for key, field, value in _places(changed):
         noted[key][field] = value
     while changed:  # a macro may be used by another alone
-        used = {macro_name(one) for one in gin_config.iterate_references(noted)}
+        used = {macro_name(item) for item in gin_config.iterate_references(noted)}
         dropped = [key for key in noted if key[1] == MACRO and key[0] not in used]
         for key in dropped:
             del noted[key]
@@ -102,9 +102,9 @@ def _places(changed: Sequence[Difference]) -> Iterator[tuple[tuple[str, str], st
     Raises:
       UserError: a function of the user's makes the object.
     """
-    for one in changed:
-        key = ("", gin_config._INVERSE_REGISTRY[one.path[0][0]].selector)
-        for (owner, field), (inner, _) in itertools.pairwise(one.path):
+    for item in changed:
+        key = ("", gin_config._INVERSE_REGISTRY[item.path[0][0]].selector)
+        for (owner, field), (inner, _) in itertools.pairwise(item.path):
             reference, macro = _resolved(gin_config._OPERATIVE_CONFIG[key].get(field))
             made_by = getattr(reference, "configurable", None)
             if made_by is None or made_by.wrapped is not inner:
@@ -115,7 +115,7 @@ def _places(changed: Sequence[Difference]) -> Iterator[tuple[tuple[str, str], st
                 )
             # Gin makes the value of a macro in a scope of its name.
             key = ("/".join(reference.scopes) or macro or key[0], made_by.selector)
-        yield key, one.path[-1][1], one.literal
+        yield key, item.path[-1][1], item.literal
 
 
 def _resolved(value: Any) -> tuple[Any, str]:
@@ -129,23 +129,23 @@ def _resolved(value: Any) -> tuple[Any, str]:
 
 def imported_modules() -> set[str]:
     """The user's own modules that the parsed Gin files import."""
-    return {one.module for one in gin_config._IMPORTS if one.module.partition(".")[0] not in ("capibara", "__gin__")}
+    return {item.module for item in gin_config._IMPORTS if item.module.partition(".")[0] not in ("capibara", "__gin__")}
 
 
 def _add_called_later() -> None:
     """Marks the parameters of functions that are passed as values as used, as Gin does when they are called."""
     noted = gin_config._OPERATIVE_CONFIG
-    waiting = [one for one in gin_config.iterate_references(noted) if not one.evaluate]
+    waiting = [item for item in gin_config.iterate_references(noted) if not item.evaluate]
     while waiting:
         reference = waiting.pop()
-        found, key = reference.configurable, ("/".join(reference.scopes), reference.configurable.selector)
+        result, key = reference.configurable, ("/".join(reference.scopes), reference.configurable.selector)
         if key in noted:
             continue
         made_by = gin_config._find_class_construction_fn
-        called = made_by(found.wrapped) if inspect.isclass(found.wrapped) else found.wrapped
+        called = made_by(result.wrapped) if inspect.isclass(result.wrapped) else result.wrapped
         with gin.config_scope(key[0] or None):
-            bound = gin_config._get_bindings(found.selector)
-        defaults = gin_config._get_default_configurable_parameter_values(called, found.allowlist, found.denylist)
+            bound = gin_config._get_bindings(result.selector)
+        defaults = gin_config._get_default_configurable_parameter_values(called, result.allowlist, result.denylist)
         noted[key] = defaults | bound
         waiting += gin_config.iterate_references(bound)
 
@@ -161,8 +161,8 @@ def check_used(later: Sequence[Callable[..., Any]] = ()) -> list[str]:
     Call it when all configured objects are built.
     """
     built = [gin_config._REGISTRY[selector].wrapped for _, selector in gin_config._OPERATIVE_CONFIG]
-    unread = [one for one in _unread() if one[0] not in map(inspect.unwrap, later)]
-    return gin_search.check_used(unread, built, [found.wrapped for _, found in gin_config._REGISTRY.items()])
+    unread = [item for item in _unread() if item[0] not in map(inspect.unwrap, later)]
+    return gin_search.check_used(unread, built, [result.wrapped for _, result in gin_config._REGISTRY.items()])
 
 
 def _unread() -> list[tuple[Any, str, str]]:

@@ -33,10 +33,10 @@ def text_of(*objects: Dataclass) -> str:
       UserError: Gin text cannot hold a value.
     """
     written = _of(objects)
-    for one in objects:
-        if written.scope(one):
+    for item in objects:
+        if written.scope(item):
             raise UserError(
-                f"{type(one).__name__} is there several times, and at most one of each class can be configured: leave out others"
+                f"{type(item).__name__} is there several times, and at most one of each class can be configured: leave out others"
             )
     imports = "".join(f"import {module}\n" for module in sorted(written.modules))
     return imports + "\n\n".join("\n".join(part) for part in written.parts()) + "\n"
@@ -95,15 +95,15 @@ class Difference:
 
 def differences(old: Dataclass, new: Dataclass) -> list[Difference]:
     """The fields in which an object differs from an older one; those of objects of one class are compared in turn."""
-    found = []
+    result = []
     for field in dataclasses.fields(new):
         before, after = getattr(old, field.name), getattr(new, field.name)
         step = (type(new), field.name)
         if _is_object(before) and _is_object(after) and type(before) is type(after):
-            found += [Difference((step, *one.path), one.value) for one in differences(before, after)]
+            result += [Difference((step, *item.path), item.value) for item in differences(before, after)]
         elif not _same(before, after):
-            found.append(Difference((step,), after))
-    return found
+            result.append(Difference((step,), after))
+    return result
 
 
 def bindings(instance: Dataclass, scope: str = "") -> list[str]:
@@ -121,8 +121,8 @@ def bindings(instance: Dataclass, scope: str = "") -> list[str]:
 
 def _of(objects: Iterable[Dataclass]) -> _Written:
     written = _Written()
-    for one in objects:
-        written.add(one, "", type(one).__name__)
+    for item in objects:
+        written.add(item, "", type(item).__name__)
     return written
 
 
@@ -152,14 +152,14 @@ class _Written:
 
     def scope(self, instance: Dataclass) -> str:
         """The scope of an object's bindings, with a slash; within the outer one empty if no other object is of its class."""
-        of_class = [(one, field) for one, field in self._objects if type(one) is type(instance)]
+        of_class = [(entry, field) for entry, field in self._objects if type(entry) is type(instance)]
         if len(of_class) == 1:
             return self._outer
         used: list[str] = []
-        for one, field in of_class:
+        for item, field in of_class:
             names = (f"{field or 'main'}{'' if n == 1 else n}" for n in itertools.count(1))
             used.append(next(name for name in names if name not in used))
-            if _same(one, instance):
+            if _same(item, instance):
                 break
         return f"{self._outer}{used[-1]}/"
 
@@ -194,12 +194,12 @@ class _Written:
             case float() if not math.isnan(value):
                 return float.__repr__(value) if math.isfinite(value) else f"{'-' * (value < 0)}1e999"
             case tuple():
-                inner = [self._literal(one, where) for one in value]
+                inner = [self._literal(item, where) for item in value]
                 return f"({', '.join(inner)}{',' if len(inner) == 1 else ''})"
             case list():
-                return f"[{', '.join(self._literal(one, where) for one in value)}]"
+                return f"[{', '.join(self._literal(item, where) for item in value)}]"
             case dict():
-                pairs = (f"{self._literal(key, where)}: {self._literal(one, where)}" for key, one in value.items())
+                pairs = (f"{self._literal(key, where)}: {self._literal(item, where)}" for key, item in value.items())
                 return f"{{{', '.join(pairs)}}}"
             case types.FunctionType():
                 return f"@{self._selector(value, where)}"
@@ -252,8 +252,8 @@ def _objects_in(value: object) -> Iterator[Dataclass]:
     if _is_object(value):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _objects_in(one)
+        for item in value:
+            yield from _objects_in(item)
     elif isinstance(value, dict):
         for pair in value.items():
             yield from _objects_in(pair)

@@ -79,7 +79,7 @@ class Compression:
           sent: of `encode`.
           like: a tree with the gradient's shapes.
         """
-        return jax.tree.map(lambda x, one: self._decode(one, x.shape), like, sent)
+        return jax.tree.map(lambda x, item: self._decode(item, x.shape), like, sent)
 
     def bytes_of(self, like: PyTree) -> int:
         """The bytes that are sent for a tree with such shapes."""

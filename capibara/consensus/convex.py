@@ -110,13 +110,13 @@ def in_probability_space(log_probabilities: np.ndarray, config: ConvexMerge | No
     def gradient_of(mix_T: np.ndarray, weights: np.ndarray) -> np.ndarray:
         return -(p / mix_T).mean(axis=1) + strength * (weights - 1 / n)
 
-    gap, made = math.inf, 0
-    for made in range(config.max_iterations + 1):
+    gap, created = math.inf, 0
+    for created in range(config.max_iterations + 1):
         mix_T = weights @ p
         gradient = gradient_of(mix_T, weights)
         toward = int(np.argmin(gradient))
         gap = float(weights @ gradient - gradient[toward])
-        if gap <= config.tolerance or made == config.max_iterations:
+        if gap <= config.tolerance or created == config.max_iterations:
             break
         away = int(np.argmax(np.where(weights > 0, gradient, -np.inf)))
         direction = np.zeros(n)
@@ -133,7 +133,7 @@ def in_probability_space(log_probabilities: np.ndarray, config: ConvexMerge | No
         losses=-log_p.mean(axis=1),
         objective=loss + penalty,
         gap=max(gap, 0.0),
-        iterations=made,
+        iterations=created,
         converged=gap <= config.tolerance,
     )
 
@@ -166,14 +166,14 @@ def in_weight_space(loss: Loss, num_models: int, config: ConvexMerge | None = No
         )
 
     starts = [*np.eye(n), np.full(n, 1 / n)]
-    found = [objective(start) for start in starts]
-    losses = np.array([value for _, _, value in found[:n]])
-    best = min(range(n + 1), key=lambda i: found[i][0])
-    if math.isinf(found[best][0]):
+    result = [objective(start) for start in starts]
+    losses = np.array([value for _, _, value in result[:n]])
+    best = min(range(n + 1), key=lambda i: result[i][0])
+    if math.isinf(result[best][0]):
         raise UserError(f"the loss is finite for none of the {n} models: check them")
-    weights, (value, gradient, plain), step, made, converged = starts[best], found[best], 1.0, 0, False
-    while made < config.max_iterations and not converged:
-        made += 1
+    weights, (value, gradient, plain), step, created, converged = starts[best], result[best], 1.0, 0, False
+    while created < config.max_iterations and not converged:
+        created += 1
         candidate = project(weights - step * gradient)
         new = objective(candidate)
         while new[0] > value - _SUFFICIENT * float(gradient @ (weights - candidate)) and step > _SMALLEST:
@@ -191,7 +191,7 @@ def in_weight_space(loss: Loss, num_models: int, config: ConvexMerge | None = No
         losses=losses,
         objective=value,
         gap=None,
-        iterations=made,
+        iterations=created,
         converged=converged,
     )
 

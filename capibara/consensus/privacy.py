@@ -118,7 +118,7 @@ class Privacy:
           nodes: of the group, whether or not all have a model among these.
           key: secret, and new for each mean.
         """
-        updates = jax.tree.map(lambda x, begun: x.astype(jnp.float32) - begun.astype(jnp.float32), models, start)
+        updates = jax.tree.map(lambda x, started: x.astype(jnp.float32) - started.astype(jnp.float32), models, start)
         squares = [jnp.sum(jnp.square(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(updates)]
         norms = jnp.sqrt(sum(squares[1:], squares[0]))
         scales = jnp.where(jnp.isfinite(norms), jnp.minimum(1.0, self.clip_norm / jnp.maximum(norms, 1e-30)), 0.0)
@@ -160,8 +160,8 @@ def normal(key: jax.Array, shape: Sequence[int]) -> jax.Array:
     One draw of float32 ends at 5.4 standard deviations, where a sum would tell data apart. The sum of four ends at 10.8.
     """
     total = jnp.zeros(tuple(shape))
-    for one in jax.random.split(key, 4):  # one by one: an array of four would be the largest of the program
-        total += jax.random.normal(one, tuple(shape))
+    for item in jax.random.split(key, 4):  # one by one: an array of four would be the largest of the program
+        total += jax.random.normal(item, tuple(shape))
     return total / 2
 
 

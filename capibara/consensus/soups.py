@@ -159,8 +159,8 @@ def _mapped(
     fn: Callable[[np.ndarray, np.ndarray | None], np.ndarray], leaves: list[np.ndarray], old: list[np.ndarray]
 ) -> list[np.ndarray]:
     """`fn` of each leaf in float32 and the old one; leaves are taken out of their list."""
-    made = []
+    created = []
     for i in range(len(leaves)):
         leaf, leaves[i] = leaves[i], np.zeros(0)
-        made.append(fn(np.asarray(leaf, np.float32), old[i] if old else None))
-    return made
+        created.append(fn(np.asarray(leaf, np.float32), old[i] if old else None))
+    return created

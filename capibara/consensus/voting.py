@@ -61,10 +61,10 @@ class Verdict:
         """One line: what was agreed by how many, and who dissented why."""
         most = max((len(names) for names in self.votes.values()), default=0)
         if self.digest is None:
-            found = f"no state has {self.quorum} votes, the most has {most}"
+            result = f"no state has {self.quorum} votes, the most has {most}"
         else:
-            found = f"{self.digest} agreed with {len(self.votes[self.digest])} votes of {self.quorum} that it needs"
-        return "; ".join([found, *(f"{name}: {why}" for name, why in sorted(self.dissent.items()))])
+            result = f"{self.digest} agreed with {len(self.votes[self.digest])} votes of {self.quorum} that it needs"
+        return "; ".join([result, *(f"{name}: {why}" for name, why in sorted(self.dissent.items()))])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,13 +125,13 @@ class Vote:
                 dissent[name] = why
             else:
                 votes[rounds[0][name].digest].append(name)
-        agreed = next((digest for digest, found in votes.items() if len(found) >= self.quorum), None)
+        agreed = next((digest for digest, result in votes.items() if len(result) >= self.quorum), None)
         if agreed is not None:
             dissent |= {
-                name: Dissent.OTHER_STATE for digest, found in votes.items() if digest != agreed for name in found
+                name: Dissent.OTHER_STATE for digest, result in votes.items() if digest != agreed for name in result
             }
         scores = sorted(rounds[-1][name].score for name in votes[agreed]) if agreed is not None else []
-        counted = {digest: tuple(found) for digest, found in votes.items()}
+        counted = {digest: tuple(result) for digest, result in votes.items()}
         return Verdict(agreed, counted, dissent, scores[len(scores) // 2] if scores else math.nan, self.quorum)
 
     def _reason(self, ballots: Sequence[Ballot | None]) -> Dissent | None:

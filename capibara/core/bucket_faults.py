@@ -91,9 +91,9 @@ def _s3_bucket() -> str:
 
 def _s3_answer(error: BaseException) -> tuple[int | None, str]:
     """The status and the code of S3's answer, of botocore's error or of what s3fs makes of it; None and "": it is neither."""
-    for one in (error, error.__cause__ if isinstance(error, OSError) else None):
-        answer = getattr(one, "response", None)
-        if type(one).__module__.startswith("botocore") and isinstance(answer, dict):
+    for item in (error, error.__cause__ if isinstance(error, OSError) else None):
+        answer = getattr(item, "response", None)
+        if type(item).__module__.startswith("botocore") and isinstance(answer, dict):
             status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
             return status, str(answer.get("Error", {}).get("Code", ""))
     return None, ""

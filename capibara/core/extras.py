@@ -51,9 +51,9 @@ def missing(extra: str) -> list[str] | None:
     wanted = [Requirement(text) for text in texts]
     return sorted(
         {
-            one.name
-            for one in wanted
-            if (one.marker is None or one.marker.evaluate({"extra": extra})) and not version(one.name)
+            item.name
+            for item in wanted
+            if (item.marker is None or item.marker.evaluate({"extra": extra})) and not version(item.name)
         }
     )
 

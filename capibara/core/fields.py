@@ -129,7 +129,7 @@ def returned(value: object, cls: type[_T] | tuple[type[_T], ...], name: str) -> 
     """
     if not isinstance(value, cls):
         shown = f"the class {value.__name__}" if isinstance(value, type) else short(value)
-        kinds = " or ".join(_article(one.__name__) for one in (cls if isinstance(cls, tuple) else (cls,)))
+        kinds = " or ".join(_article(item.__name__) for item in (cls if isinstance(cls, tuple) else (cls,)))
         raise UserError(f"{name} returned {shown}, must return {kinds}: see docs/extending.md")
     return value
 
@@ -193,7 +193,7 @@ def check_on_creation(
     validate = getattr(cls, "__post_init__", None)
     signature = inspect.signature(init)
     known = [*signature.parameters][1:]
-    is_open = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if validate is not None and not getattr(validate, "_checks_fields", False):  # it is not inherited
 
         @functools.wraps(validate)
@@ -206,7 +206,7 @@ def check_on_creation(
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        unknown = next((one for one in kwargs if one not in known and not is_open), None)
+        unknown = next((item for item in kwargs if item not in known and not is_open), None)
         if unknown is not None and not _is_ours(sys._getframe(1)):
             name = type(self).__name__
             raise UnknownField(name, unknown, f"{name} has no parameter {unknown}{hint(cls, unknown, known)}")

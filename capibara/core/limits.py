@@ -169,7 +169,7 @@ def own_file(folder: str, name: str) -> str:
             root,
             *([os.path.join(above, "blobs")] if os.path.basename(os.path.dirname(root)) == "snapshots" else []),
         ]
-        if not any(os.path.commonpath([real, one]) == one for one in roots):
+        if not any(os.path.commonpath([real, item]) == item for item in roots):
             raise UserError(f"{path} is a link out of its folder to {real}: put a copy in its place")
     return path
 
@@ -190,10 +190,10 @@ def cause(error: BaseException, most: int = 160) -> str:
 
 def host_bytes() -> int:
     """Memory in bytes of this host, or of the container where it has a limit."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    result = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-        found = min(found, int(file.read()))
-    return found
+        result = min(result, int(file.read()))
+    return result
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def read_json(
     """
     content = read(path, most)
     try:
-        found = parse_json(content, values=values, unlimited=unlimited)
+        result = parse_json(content, values=values, unlimited=unlimited)
     except ValueError as error:
         raise UserError(f"{os.fspath(path)} cannot be read ({cause(error)}): copy it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise UserError(f"{os.fspath(path)} is no JSON object: copy it again")
-    return found
+    return result
 
 
 def lines_of(
@@ -313,22 +313,22 @@ def lines_of(
     Raises:
       UserError: a line has more than `most` bytes.
     """
-    number, begun, size = 0, [], 0  # begun: the blocks of an unfinished line; size: its bytes
+    number, started, size = 0, [], 0  # begun: the blocks of an unfinished line; size: its bytes
     for block in blocks:
         size += block.find(b"\n") if b"\n" in block else len(block)
         check_line(size, f"{name}:{number + 1}", most)
-        begun.append(block)
+        started.append(block)
         if b"\n" not in block:
             continue
-        found = b"".join(begun).split(b"\n")
-        begun, size = [found.pop()], 0
-        found[0] = found[0] if number else found[0].removeprefix(_BOM)
-        for at, line in enumerate(found, number + 1):
+        result = b"".join(started).split(b"\n")
+        started, size = [result.pop()], 0
+        result[0] = result[0] if number else result[0].removeprefix(_BOM)
+        for at, line in enumerate(result, number + 1):
             if blank or line and not line.isspace():
                 check_line(len(line), f"{name}:{at}", most)
                 yield at, line.removesuffix(b"\r")
-        number, size = number + len(found), len(begun[0])
-    rest = b"".join(begun)
+        number, size = number + len(result), len(started[0])
+    rest = b"".join(started)
     rest = rest if number else rest.removeprefix(_BOM)
     if rest and (blank or not rest.isspace()):
         check_line(len(rest), f"{name}:{number + 1}", most)
@@ -479,12 +479,12 @@ class _Pattern:
         return False, 0
 
     def _escape(self) -> None:
-        found = _CLASS_OR_ESCAPE.match(self._text, self._at)
-        if found is None:
+        result = _CLASS_OR_ESCAPE.match(self._text, self._at)
+        if result is None:
             raise self._refused("ends in a backslash")
-        if found[0][1] in "123456789kg":
+        if result[0][1] in "123456789kg":
             raise self._refused("has a backreference")
-        self._at = found.end()
+        self._at = result.end()
 
     def _class(self) -> None:
         """Parses a character class; in Oniguruma one may contain others."""
@@ -514,20 +514,20 @@ class _Pattern:
             self._at = head.end()
         elif self._text[self._at : self._at + 1] == "?":
             raise self._refused("has an unsupported kind of group")
-        found = self.alternatives(depth + 1)
+        result = self.alternatives(depth + 1)
         if self._text[self._at : self._at + 1] != ")":
             raise self._refused("has a group that does not end")
         self._at += 1
-        return found
+        return result
 
     def _quantifier(self, times: int) -> tuple[bool, bool, bool]:
         """Parses a quantifier; returns whether the part varies in number, is unbounded, and is possessive."""
         repeated = endless = possessive = False
         many = 1
-        while (found := _QUANTIFIER.match(self._text, self._at)) is not None:
-            self._at = found.end()
-            least, comma, last = found[1] or "", found[2] or "", found[3] or ""
-            exact = found[0][0] == "{" and not comma
+        while (result := _QUANTIFIER.match(self._text, self._at)) is not None:
+            self._at = result.end()
+            least, comma, last = result[1] or "", result[2] or "", result[3] or ""
+            exact = result[0][0] == "{" and not comma
             if endless and not exact:
                 raise self._refused("repeats a repetition")
             if max(len(least), len(last)) < 5:
@@ -535,8 +535,8 @@ class _Pattern:
             if max(len(least), len(last)) > 4 or many > times:
                 raise self._refused(f"repeats a part more than {times} times")
             repeated |= not exact
-            endless |= found[0][0] in "*+" or bool(comma and not last)
-            possessive = found[0][0] != "{" and found[0].endswith("+") and len(found[0]) > 1
+            endless |= result[0][0] in "*+" or bool(comma and not last)
+            possessive = result[0][0] != "{" and result[0].endswith("+") and len(result[0]) > 1
         return repeated, endless, possessive
 
     def _refused(self, why: str) -> Refused:

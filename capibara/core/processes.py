@@ -65,8 +65,8 @@ def _opener(about: os.stat_result) -> int | None:
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{name}/fd") if int(name) != os.getpid() else ():
-                found = os.stat(f"/proc/{name}/fd/{descriptor}")
-                if (found.st_dev, found.st_ino) == (about.st_dev, about.st_ino):
+                result = os.stat(f"/proc/{name}/fd/{descriptor}")
+                if (result.st_dev, result.st_ino) == (about.st_dev, about.st_ino):
                     return int(name)
     return None
 

@@ -229,9 +229,9 @@ NEEDED = tuple(one.result for one in ALL if one.result and one.needed)
 
 def of_layer(*, gated: bool, experts: bool) -> tuple[Projection, ...]:
     """The projections of a layer of self-attention and an MLP, or experts in its place; `gated`: the MLP has a gate."""
-    return ATTENTION + tuple(one for one in (EXPERTS if experts else MLP) if gated or one.name != "gate")
+    return ATTENTION + tuple(item for item in (EXPERTS if experts else MLP) if gated or item.name != "gate")
 
 
 def readers(path: str) -> tuple[str, ...]:
     """Names of the quantizable projections that read the same inputs as this one ("attention/query"), itself among them."""
-    return tuple(one.name for one in QUANTIZABLE if one.reads_as == path)
+    return tuple(item.name for item in QUANTIZABLE if item.reads_as == path)

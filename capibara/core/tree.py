@@ -40,14 +40,14 @@ def of_layer(
       depth: (a part of `values`) -> the number of layers that have it, which are the first ones of its module.
       pick: (the leaf of all layers, index) -> that of one.
     """
-    found = {}
+    result = {}
     for name, value in values.items():
         numbers = layers.get(name, range(number + 1))
         rank = numbers.index(number) if number in numbers else -1
         if 0 <= rank < depth(value):
             inside = isinstance(value, dict)
-            found[name] = of_layer(value, rank, {}, depth, pick) if inside else pick(value, rank)
-    return found
+            result[name] = of_layer(value, rank, {}, depth, pick) if inside else pick(value, rank)
+    return result
 
 
 def map_with_names(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
@@ -95,14 +95,14 @@ def joined(first: Any, second: Any) -> Any:
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Nested dicts from a flat mapping of names with slashes to leaves."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         *owners, last = name.split("/")
-        inner = found
+        inner = result
         for owner in owners:
             inner = inner.setdefault(owner, {})
         inner[last] = value
-    return found
+    return result
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -196,8 +196,8 @@ def _called(error: BaseException) -> str | None:
     call = re.match(r"([\w.]+)\(\) (?:takes|missing|got) ", message)
     abstract = re.match(r"Can't instantiate abstract class (\w+) with", message)
     for name in (match[1].split(".") for match in (call, abstract) if match):
-        for found in _named(name[0]):
-            owner = inspect.unwrap(getattr(found, name[-1], found) if len(name) > 1 else found)
+        for result in _named(name[0]):
+            owner = inspect.unwrap(getattr(result, name[-1], result) if len(name) > 1 else result)
             line = inspect.getsourcelines(owner)[1]
             return f"{_shown(inspect.getsourcefile(owner) or '')}:{line}, {'.'.join(name)}"
     return None
@@ -210,9 +210,9 @@ def defined_in(selector: str) -> str | None:
       selector: a name, or one with the last parts of its module's before it, as in Gin.
     """
     module, _, name = selector.rpartition(".")
-    for found in _named(name):
-        if not module or f".{found.__module__}".endswith(f".{module}"):
-            return _shown(inspect.getsourcefile(found) or "")
+    for result in _named(name):
+        if not module or f".{result.__module__}".endswith(f".{module}"):
+            return _shown(inspect.getsourcefile(result) or "")
     return None
 
 
@@ -220,9 +220,9 @@ def _named(name: str) -> Iterator[type | types.FunctionType]:
     """Classes and functions of this name in the user's modules, the last that was imported first."""
     for module in reversed([*sys.modules.values()]):
         file = getattr(module, "__file__", None)
-        found = getattr(module, name, None) if isinstance(file, str) and is_own(file) else None
-        if isinstance(found, (type, types.FunctionType)) and found.__module__ == module.__name__:
-            yield found
+        result = getattr(module, name, None) if isinstance(file, str) and is_own(file) else None
+        if isinstance(result, (type, types.FunctionType)) and result.__module__ == module.__name__:
+            yield result
 
 
 def without_working_directory() -> None:

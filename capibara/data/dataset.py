@@ -129,8 +129,8 @@ class Dataset:
 
     def __post_init__(self) -> None:
         if (self.source is None) == (self.mixture_or_task_name is None):
-            found = "neither is set" if self.source is None else "both are set"
-            raise UserError(f"Dataset needs exactly one of source and mixture_or_task_name: {found}")
+            result = "neither is set" if self.source is None else "both are set"
+            raise UserError(f"Dataset needs exactly one of source and mixture_or_task_name: {result}")
         if self.source is not None and self.vocabulary is None:
             raise UserError("Dataset.vocabulary is not set: a source needs one, such as @ByteVocabulary()")
         least_values = {"length": 2, "workers": 0, "prefetch": 0, "window_rows": 1, "window_documents": 1}
@@ -184,15 +184,15 @@ class Dataset:
         """Of `source`, of "train" or "validation"; raises as Source.open."""
         assert self.source is not None, "a SeqIO task has no documents to open"
         name = type(self.source).__name__
-        found = self.source.open(split)
-        returned(found, (Documents, Blocks), f"{name}.open")
-        if user_modules.own_class(found) is not None:
-            as_json(found.fingerprint(), f"{type(found).__name__}.fingerprint")
-            with user_modules.attributed("the number of documents", found):
-                count = len(found)
+        result = self.source.open(split)
+        returned(result, (Documents, Blocks), f"{name}.open")
+        if user_modules.own_class(result) is not None:
+            as_json(result.fingerprint(), f"{type(result).__name__}.fingerprint")
+            with user_modules.attributed("the number of documents", result):
+                count = len(result)
             if count == 0:
                 raise UserError(f"{name}.open returned no document for {split!r}: hold some out, or add data")
-        return found
+        return result
 
     @property
     def has_answers(self) -> bool:

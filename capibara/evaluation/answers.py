@@ -123,9 +123,9 @@ def ranked(
     scores = iter(subject.scorer(pairs, lambda count: show(name, f"{count} of {len(pairs)} choices")))
     lengths = iter([len(pair.continuation) for pair in pairs])
     for i in left:
-        found = [[next(scores).log_probability, next(lengths), len(one.encode())] for one in items[i].choices]
-        lines.append(told.add(abouts[i], {"log_probability_tokens_bytes": found}))
-    return [[Choice(*one) for one in line["log_probability_tokens_bytes"]] for line in lines]
+        result = [[next(scores).log_probability, next(lengths), len(entry.encode())] for entry in items[i].choices]
+        lines.append(told.add(abouts[i], {"log_probability_tokens_bytes": result}))
+    return [[Choice(*entry) for entry in line["log_probability_tokens_bytes"]] for line in lines]
 
 
 def _pairs(subject: Subject, task: EvalTask, item: Item) -> Iterator[Pair]:

@@ -54,8 +54,10 @@ Task = Ours | Seqio | Validation
 
 def files_of(tasks: Sequence[Task]) -> list[str]:
     """The files of the tasks."""
-    ours = [one for one in tasks if isinstance(one, Ours)]
-    return [path for one in ours for path in disk.listed(f"{one.name}/EvalTask.files", one.task.files, disk.RECORDS)[0]]
+    ours = [task for task in tasks if isinstance(task, Ours)]
+    return [
+        path for item in ours for path in disk.listed(f"{item.name}/EvalTask.files", item.task.files, disk.RECORDS)[0]
+    ]
 
 
 def evaluate(
@@ -71,10 +73,10 @@ def evaluate(
       show: called with the progress.
     """
     results: dict[str, Any] = {}
-    with Predictions(predictions, subject.about) as told:
+    with Predictions(predictions, subject.about) as reported:
         for task in tasks:
             began = time.perf_counter()
-            for name, result in _of(subject, task, limit, told, show).items():
+            for name, result in _of(subject, task, limit, reported, show).items():
                 results[name] = result | {"seconds": round(time.perf_counter() - began, 3)}
     return subject.about | {
         "tasks": results,
@@ -88,12 +90,12 @@ def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show
     """The result of each task of one name; a mixture has several tasks."""
     match task:
         case Validation():
-            found, batches = validation.validated(subject, limit, show)
-            return {validation.NAME: _result(found, batches=batches)}
+            result, batches = validation.validated(subject, limit, show)
+            return {validation.NAME: _result(result, batches=batches)}
         case Seqio(name, options):
             how = {"split": options.split, "sampling": changed(options.sampling)}
             parts = seqio_tasks.evaluated(subject, name, options, limit, told, show)
-            return {seqio_tasks.PREFIX + part: _result(found, examples=n, **how) for part, (found, n) in parts.items()}
+            return {seqio_tasks.PREFIX + part: _result(value, examples=n, **how) for part, (value, n) in parts.items()}
         case Ours(name):
             return {name: _of_ours(subject, task, told, show)}
 
@@ -107,27 +109,27 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
     else:
         results = answers.ranked(subject, name, task, items, told, show)
     show(name, "metrics")
-    found, about = hosts.of_first(lambda: _measured(ours, results))
-    return _result({metric: Estimate(*one) for metric, one in found.items()}, **how, **about)
+    result, about = hosts.of_first(lambda: _measured(ours, results))
+    return _result({metric: Estimate(*item) for metric, item in result.items()}, **how, **about)
 
 
 def _measured(ours: Ours, results: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
     """The values and standard errors of a task's metrics, and the metrics' own descriptions of how they ran."""
     name = ours.name
-    found: dict[str, Estimate] = {}
+    result: dict[str, Estimate] = {}
     about: dict[str, Any] = {}
     for metric in ours.task.scored_by:
         with config.in_scope(name):  # bindings of the metric's parameters for this task
             new = metrics.computed(metric, [item.target for item in ours.items], results)
-        if both := found.keys() & new.keys():
+        if both := result.keys() & new.keys():
             raise UserError(f"two of {name}/EvalTask.metrics return {both.pop()!r}: remove one of them")
-        found |= new
+        result |= new
         about |= getattr(metric, "about", dict)()
-    return {metric: (one.value, one.standard_error) for metric, one in found.items()}, about
+    return {metric: (entry.value, entry.standard_error) for metric, entry in result.items()}, about
 
 
 def _result(found: dict[str, Estimate], **how: object) -> dict[str, Any]:
-    values = {name: {"value": one.value, "standard_error": one.standard_error} for name, one in found.items()}
+    values = {name: {"value": item.value, "standard_error": item.standard_error} for name, item in found.items()}
     return {"metrics": values, **how}
 
 
@@ -136,15 +138,15 @@ def table(results: dict[str, Any]) -> list[str]:
     rows = [("task", "metric", "value", "+-", "of")]
     for name, result in results["tasks"].items():
         size = f"{result['examples']} examples" if "examples" in result else f"{result['batches']} batches"
-        for metric, one in result["metrics"].items():
-            error = "" if one["standard_error"] is None else f"{one['standard_error']:.4f}"
-            rows.append((name, metric, f"{one['value']:.4f}", error, size))
+        for metric, item in result["metrics"].items():
+            error = "" if item["standard_error"] is None else f"{item['standard_error']:.4f}"
+            rows.append((name, metric, f"{item['value']:.4f}", error, size))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
         for row in rows
     ]
-    held = {name: one["programs"] for name, one in results["tasks"].items() if "programs" in one}
+    held = {name: entry["programs"] for name, entry in results["tasks"].items() if "programs" in entry}
     return lines + [
         f"{name}: programs isolated by {by['holder']}, {'with' if by['network'] else 'no'} network, tests "
         f"{'in a separate process' if by['separate'] else 'in the same process'}"

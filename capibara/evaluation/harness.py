@@ -139,11 +139,11 @@ class CapibaraLM(TemplateLM):
         _tell_cut(cut, len(pairs))
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Scoring") as bar:
             scores = self._subject.scorer(pairs, lambda count: bar.update(count - bar.n))
-        found = [(score.log_probability, score.greedy) for score in scores]
-        for request, one in zip([request for request, _, _ in requests], found):
+        result = [(score.log_probability, score.greedy) for score in scores]
+        for request, item in zip([request for request, _, _ in requests], result):
             if request is not None:
-                self.cache_hook.add_partial("loglikelihood", request, one)
-        return found
+                self.cache_hook.add_partial("loglikelihood", request, item)
+        return result
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts; each token is predicted from as many tokens before it as fit a row."""
@@ -172,9 +172,9 @@ class CapibaraLM(TemplateLM):
         self._tell_default([request for request in requests if _limit_in(request.args[1]) is None])
         texts: list[str] = []
         cut: list[Any] = []
-        made = self._subject.in_turns(list(zip(requests, samplings)), self._generated, self._subject.slots)
+        created = self._subject.in_turns(list(zip(requests, samplings)), self._generated, self._subject.slots)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Generating") as bar:
-            for request, (text, whole) in zip(requests, made, strict=True):
+            for request, (text, whole) in zip(requests, created, strict=True):
                 texts.append(text)
                 cut += [] if whole else [request]
                 self.cache_hook.add_partial("generate_until", request.args, text)
@@ -318,7 +318,7 @@ def evaluate(
     if options.chat:
         _ = subject.chat  # raises here if there is none
     with _quiet(), _data_explained(tasks):
-        found = evaluator.simple_evaluate(
+        result = evaluator.simple_evaluate(
             CapibaraLM(subject, options),
             tasks=list(tasks),
             num_fewshot=options.num_fewshot,
@@ -331,7 +331,7 @@ def evaluate(
             fewshot_random_seed=_SEED,
             confirm_run_unsafe_code=options.unsafe_code,
         )
-    return {"capibara": subject.about | {"harness": dataclasses.asdict(options)}, **found}
+    return {"capibara": subject.about | {"harness": dataclasses.asdict(options)}, **result}
 
 
 def _manager(tasks: Sequence[str], path: str | None) -> TaskManager:

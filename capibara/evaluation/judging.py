@@ -59,19 +59,19 @@ class TaskJudge:
         plain = own_chips.make_computed(self._model, mesh, rules)(params)
         about = {"model": self._trainer.model_dir, "step": None, "weights": "training"}
         subject = Subject(self._model.plain, plain, about, self._trainer, mesh, self._batching, ServingMesh())
-        with Predictions(None, {}) as told:
+        with Predictions(None, {}) as reported:
             show = lambda topic, detail: tell(f"{topic}: {detail}")  # noqa: E731
             try:
-                found = seqio_tasks.judged(subject, self._opened, told, show)
+                result = seqio_tasks.judged(subject, self._opened, reported, show)
             except seqio_tasks.MetricFails as error:
                 del self._opened  # otherwise SeqIO's Evaluator would wait for the metrics that failed
                 _warn(f"an evaluation goes without its tasks' metrics: {error}")
                 return
-        for task, (metrics, _) in found.items():
-            for name, one in metrics.items():
-                if not math.isfinite(one.value):
-                    _warn(f"metric {name!r} of SeqIO task {task!r} is {one.value}: not logged")
-            yield task, {name: one.value for name, one in metrics.items() if math.isfinite(one.value)}
+        for task, (metrics, _) in result.items():
+            for name, item in metrics.items():
+                if not math.isfinite(item.value):
+                    _warn(f"metric {name!r} of SeqIO task {task!r} is {item.value}: not logged")
+            yield task, {name: entry.value for name, entry in metrics.items() if math.isfinite(entry.value)}
 
 
 def _warn(text: str) -> None:

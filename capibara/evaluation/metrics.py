@@ -70,10 +70,10 @@ def computed(metric: Metric, targets: Sequence[Any], predictions: Sequence[Any])
     Raises:
       UserError: its values are not numbers, or a list does not have one for each example.
     """
-    name, found = name_of(metric), metric(targets, predictions)
-    if not isinstance(found, Mapping):
-        raise UserError(f"the metric {name} returns {type(found).__name__}, must return a dict of numbers")
-    return {str(key): _estimate(name, str(key), value, len(targets)) for key, value in found.items()}
+    name, result = name_of(metric), metric(targets, predictions)
+    if not isinstance(result, Mapping):
+        raise UserError(f"the metric {name} returns {type(result).__name__}, must return a dict of numbers")
+    return {str(key): _estimate(name, str(key), value, len(targets)) for key, value in result.items()}
 
 
 def _estimate(metric: str, key: str, value: Any, count: int) -> Estimate:
@@ -112,7 +112,7 @@ def _several(target: object) -> list[str]:
     several = target if isinstance(target, (list, tuple)) else [target]
     if not several or isinstance(target, Mapping):
         raise UserError(f"the target {target!r} must be a text or a list of texts: EvalTask.target must name one key")
-    return [one if isinstance(one, str) else str(one) for one in several]
+    return [item if isinstance(item, str) else str(item) for item in several]
 
 
 def _of_texts(metric: Metric) -> Metric:
@@ -200,12 +200,12 @@ def rouge(
     if tokenizer is None:
         rouge_words.tell_dropped([text for target in targets for text in _several(target)])
     try:
-        one = scorer.RougeScorer(list(kinds), use_stemmer=stem, tokenizer=tokenizer)
-        one.score("", "")
+        item = scorer.RougeScorer(list(kinds), use_stemmer=stem, tokenizer=tokenizer)
+        item.score("", "")
     except (ValueError, TypeError) as error:
         raise UserError(f"rouge.kinds is {kinds!r} ({error}): try ('rouge1', 'rougeL')") from None
-    found = {kind: lambda target, text, kind=kind: one.score(target, text)[kind].fmeasure for kind in kinds}
-    return {kind: _each(targets, predictions, score) for kind, score in found.items()}
+    result = {kind: lambda target, text, kind=kind: item.score(target, text)[kind].fmeasure for kind in kinds}
+    return {kind: _each(targets, predictions, score) for kind, score in result.items()}
 
 
 def _check_bleu(num_samples: int) -> None:
@@ -231,7 +231,7 @@ def bleu(
         raise UserError(f"bleu.tokenize is {tokenize!r}, must be one of {', '.join(sacrebleu.BLEU.TOKENIZERS)}")
     scorer = sacrebleu.BLEU(tokenize=tokenize, lowercase=lowercase, effective_order=True)  # avoids a warning
     each = [scorer.sentence_score(text, _several(target)) for target, text in zip(targets, predictions)]
-    counts = np.array([[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in each], np.int64)
+    counts = np.array([[*item.counts, *item.totals, item.sys_len, item.ref_len] for item in each], np.int64)
 
     def score(rows: np.ndarray) -> float:
         sums, orders = rows.sum(axis=0).tolist(), (rows.shape[1] - 2) // 2
@@ -244,7 +244,7 @@ def bleu(
 
 def _each(targets: Sequence[Any], predictions: Sequence[Any], score: Callable[[str, str], float]) -> list[float]:
     """The score of each example: the best over its right answers, averaged over its samples."""
-    found = []
+    result = []
     for target, prediction in zip(targets, predictions, strict=True):
         right = _several(target)
         texts = [prediction] if isinstance(prediction, str) else prediction
@@ -252,8 +252,8 @@ def _each(targets: Sequence[Any], predictions: Sequence[Any], score: Callable[[s
             raise UserError(
                 f"the prediction {str(prediction)[:60]} must be a text: EvalTask.choices needs metrics of choices"
             )
-        found.append(statistics.fmean(max(score(one, text) for one in right) for text in texts))
-    return found
+        result.append(statistics.fmean(max(score(item, text) for item in right) for text in texts))
+    return result
 
 
 # Choices.
@@ -273,7 +273,7 @@ def choice_accuracy(targets: Sequence[int], predictions: Sequence[Sequence[Choic
     }
     return {
         name: [
-            float(int(np.argmax([one.log_probability / length(one) for one in choices])) == target)
+            float(int(np.argmax([item.log_probability / length(item) for item in choices])) == target)
             for target, choices in zip(targets, predictions, strict=True)
         ]
         for name, length in lengths.items()

@@ -68,8 +68,8 @@ class Predictions:
           UserError: a line is of another request.
         """
         lines: list[dict[str, Any]] = []
-        for one in requests:
-            if (line := self.known(one)) is None:
+        for request in requests:
+            if (line := self.known(request)) is None:
                 break
             lines.append(line)
         return lines
@@ -101,19 +101,19 @@ class Predictions:
         with open(path, "rb+") as file:
             *lines, rest = file.read().split(b"\n")
             try:
-                found = [json.loads(line) for line in lines]
+                result = [json.loads(line) for line in lines]
             except (ValueError, RecursionError):
-                found = []
+                result = []
             if lines:
-                ours = found and all(isinstance(line, dict) for line in found) and "predictions_of" in found[0]
+                ours = result and all(isinstance(line, dict) for line in result) and "predictions_of" in result[0]
             else:
                 ours = rest[: len(_BEGINS)] == _BEGINS[: len(rest)]  # even the first line is incomplete
             if not ours:
                 raise UserError(f"--predictions={path} exists and is not a file of predictions: name another")
-            if found and found[0] != head:
+            if result and result[0] != head:
                 raise UserError(f"--predictions={path} exists and is of another model: name another file")
             file.truncate(sum(len(line) + 1 for line in lines))
-        return found
+        return result
 
 
 def _write(file: IO[str], line: Mapping[str, Any]) -> None:

@@ -71,8 +71,8 @@ class PassAtK:
 
     def __call__(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
         several = [[prediction] if isinstance(prediction, str) else list(prediction) for prediction in predictions]
-        made = judged if self.separate else lambda target, text: Program(code=program(target, text))
-        programs = [made(target, text) for target, texts in zip(targets, several) for text in texts]
+        created = judged if self.separate else lambda target, text: Program(code=program(target, text))
+        programs = [created(target, text) for target, texts in zip(targets, several) for text in texts]
         if not self.separate:
             logging.getLogger(__name__).warning("PassAtK.separate is off: a program can forge the verdict of its tests")
         outcomes = iter(sandbox.run_all(programs, self.sandbox))

@@ -95,8 +95,8 @@ class Scorer:
         scores: dict[int, Score] = {}
         count, batches = 0, list(self._batches(pairs))
         scored = self._in_turns(batches, functools.partial(self._scored, pairs), _BATCHES)
-        for (numbers, _), found in zip(batches, scored, strict=True):
-            for i, (log_probability, greedy) in zip(numbers, found, strict=True):
+        for (numbers, _), result in zip(batches, scored, strict=True):
+            for i, (log_probability, greedy) in zip(numbers, result, strict=True):
                 scores[i] = Score(log_probability, greedy)
             count += len(numbers)
             done(count)
@@ -213,7 +213,7 @@ def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.A
     def apart(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(B, blocks, T // blocks, *x.shape[2:]), 1, 0)
 
-    found, hits = jax.lax.map(of_block, (apart(hidden_BTD), apart(jnp.asarray(batch["targets"]))))
-    found, hits = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in (found, hits))
+    result, hits = jax.lax.map(of_block, (apart(hidden_BTD), apart(jnp.asarray(batch["targets"]))))
+    result, hits = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in (result, hits))
     weights = jnp.asarray(batch["weights"])
-    return jnp.sum(jnp.where(weights > 0, found, 0.0), axis=1), jnp.all(hits | (weights == 0), axis=1)
+    return jnp.sum(jnp.where(weights > 0, result, 0.0), axis=1), jnp.all(hits | (weights == 0), axis=1)

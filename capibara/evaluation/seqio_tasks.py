@@ -76,11 +76,11 @@ class Opened:
     def check(self, model: Model) -> None:
         """Raises UserError if a task has a metric that needs an unsupported output of the model."""
         kinds = tasks.load().metrics.ModelOutputType
-        for one in self.evaluator.eval_tasks:
-            outputs = {metric.model_output_type for metric in one.metric_objs}
+        for eval_task in self.evaluator.eval_tasks:
+            outputs = {metric.model_output_type for metric in eval_task.metric_objs}
             if other := outputs - {kinds.PREDICTION, kinds.SCORE}:
                 raise UserError(
-                    f"SeqIO task {one.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are supported"
+                    f"SeqIO task {eval_task.name!r} has a metric of {other.pop().name}: only PREDICTION and SCORE are supported"
                 )
             if kinds.PREDICTION in outputs:
                 check_generates(model)
@@ -94,8 +94,8 @@ def evaluated(
     Raises:
       UserError: as `opened` and `judged`.
     """
-    found = opened(subject.trainer, name, options, options.num_examples if limit is None else limit)
-    return judged(subject, found, told, show)
+    result = opened(subject.trainer, name, options, options.num_examples if limit is None else limit)
+    return judged(subject, result, told, show)
 
 
 def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | None) -> Opened:
@@ -143,7 +143,7 @@ def judged(
             f"SeqIO task {opened.name!r} fails in its metric_fns or postprocess_fn ({_where(cause)}: "
             f"{type(cause).__name__}: {limits.cause(cause)}): correct them"
         ) from error
-    counts = {one.name: len(evaluator.cached_task_datasets[one.name]) for one in evaluator.eval_tasks}
+    counts = {eval_task.name: len(evaluator.cached_task_datasets[eval_task.name]) for eval_task in evaluator.eval_tasks}
     return {
         task: ({name: _estimate(task, name, value) for name, value in values.items()}, counts[task])
         for task, values in results.items()
@@ -230,10 +230,10 @@ class _Asking:
         examples = list(dataset.as_numpy_iterator())
         pairs = [Pair(self._prompt(list(e.get("inputs", ()))), e["targets"].tolist()) for _, e in examples]
         try:
-            found = self.subject.scorer(pairs, lambda count: self.show(self.name, f"{count} of {len(pairs)} scores"))
+            result = self.subject.scorer(pairs, lambda count: self.show(self.name, f"{count} of {len(pairs)} scores"))
         except UserError as error:
             raise UserError(f"SeqIO task {self.name!r}: {error}") from None
-        return [(int(number), score.log_probability) for (number, _), score in zip(examples, found)]
+        return [(int(number), score.log_probability) for (number, _), score in zip(examples, result)]
 
     def _prompt(self, inputs: Sequence[int]) -> list[int]:
         """Inputs as in training: a decoder reads the beginning token first."""

@@ -140,7 +140,7 @@ def _item(task: EvalTask, line: str, where: str) -> Item:
     prompt = task.prompt.format(**values)
     if task.choices is not None:
         choices = _value(record, task.choices, "EvalTask.choices", where)
-        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
             raise UserError(f"{where}: {task.choices!r} must be a list of at least two texts, not {str(choices)[:60]}")
         right = _value(record, task.target, "EvalTask.target", where) if isinstance(task.target, str) else None
         return Item(prompt, _number(right, choices, where), tuple(choices))

@@ -104,7 +104,7 @@ def sampler(
         if not texts.prompts:
             return
         each = gathered(own_chips.free_bytes())
-        known = [one for one in each if one is not None]
+        known = [item for item in each if item is not None]
         free = min(known) if len(known) == len(each) else None
         batching = of_one_slot(EngineConfig())
         layout = own_chips.found(model, ServingMesh(), Where.AUTO, batching, length, encoder_length, free)

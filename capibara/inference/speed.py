@@ -57,19 +57,19 @@ def measure(
     everyone = together(engine.slots)
     first_ms = [1e3 * completion.waited_s for completion in everyone]
     between_ms = [1e3 * between for completion in everyone if (between := _between_tokens(completion))]
-    found = {
+    result = {
         "prefill_tokens_per_s": prompt_tokens / statistics.median(readings),
         "decode_tokens_per_s": 1 / between if (between := _between_tokens(alone)) else 0.0,
     }
     times = [piece.at_s for completion in everyone for piece in completion.pieces]
     began = max(completion.pieces[0].at_s for completion in everyone if completion.pieces)
-    found["decode_tokens_per_s_all_slots"] = sum(at > began for at in times) / max(max(times) - began, 1e-9)
+    result["decode_tokens_per_s_all_slots"] = sum(at > began for at in times) / max(max(times) - began, 1e-9)
     for name, values in (("first_token_ms", first_ms), ("between_tokens_ms", between_ms)):
         for percent in (50, 90, 99):
-            found[f"{name}_p{percent}"] = float(np.percentile(values, percent)) if values else 0.0
+            result[f"{name}_p{percent}"] = float(np.percentile(values, percent)) if values else 0.0
     if engine.statistics.drafted:
-        found["guesses_right_percent"] = 100 * engine.statistics.acceptance
-    return found
+        result["guesses_right_percent"] = 100 * engine.statistics.acceptance
+    return result
 
 
 def report(engine: Engine, sampling: Sampling, prompt_tokens: int, vocab_size: int, adapter: str | None = None) -> str:

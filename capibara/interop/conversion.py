@@ -489,14 +489,14 @@ def _by_tensor(source: ForeignModel | OurModel, target: str, form: str, dtype: s
     if not isinstance(view.model.config, api.DecoderConfig):
         raise UserError(f"--quantize={how.method} is for decoders, not for {view.config['model_type']}: leave it out")
     shapes, rows = view.shapes(), open_model.hf_rows(view.model, view.config["model_type"])
-    made = compressed.compressed(shapes, rows, how, _FLOATS[short])
-    joined = compressed.joined_largest(made.weights, rows, view.tensors()) if how.method is Method.NVFP4 else {}
+    created = compressed.compressed(shapes, rows, how, _FLOATS[short])
+    joined = compressed.joined_largest(created.weights, rows, view.tensors()) if how.method is Method.NVFP4 else {}
     config = dict(view.config) | dict.fromkeys(("dtype", "torch_dtype"), _FLOATS[short])
     hf_folder.save_hf(
-        target, config | {"quantization_config": made.config}, made.shapes, made.tensors(view.tensors(), joined),
-        source.tokenizer | source.about, dtype=_FLOATS[short], exact=made.exact,
+        target, config | {"quantization_config": created.config}, created.shapes, created.tensors(view.tensors(), joined),
+        source.tokenizer | source.about, dtype=_FLOATS[short], exact=created.exact,
     )  # fmt: skip
-    return f"{target}: {config['model_type']}, {len(made.weights)} weights in {how.method}"
+    return f"{target}: {config['model_type']}, {len(created.weights)} weights in {how.method}"
 
 
 def _in_4_bits(
@@ -508,7 +508,7 @@ def _in_4_bits(
     if dtype not in (None, fixed):
         raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose {form} has {fixed}: leave it out")
     source = _as_ours(source)
-    made = quantization.quantize(
+    created = quantization.quantize(
         source.model, source.params, source.config, source.tokenizer, how,
         q4_0=form == "gguf", vocabulary=source.vocabulary, show=show,
     )  # fmt: skip
@@ -516,17 +516,15 @@ def _in_4_bits(
         from capibara.interop.gguf import write as gguf_write
 
         gguf_write.write_gguf(
-            target, made.config, made.tensors(), source.tokenizer, source.about, dtype=fixed, show=show
+            target, created.config, created.tensors(), source.tokenizer, source.about, dtype=fixed, show=show
         )
     else:
         hf_folder.save_hf(
-            target, made.words_config, made.word_shapes(), made.in_words(), source.tokenizer | source.about,
-            dtype=_FLOATS[fixed], exact=made.word_dtypes(),
+            target, created.words_config, created.word_shapes(), created.in_words(), source.tokenizer | source.about,
+            dtype=_FLOATS[fixed], exact=created.word_dtypes(),
         )  # fmt: skip
-    size = made.grid.group_size
-    return (
-        f"{target}: {made.config['model_type']}, {len(made.packed)} weights in 4 bits by {how.method}, groups of {size}"
-    )
+    size = created.grid.group_size
+    return f"{target}: {created.config['model_type']}, {len(created.packed)} weights in 4 bits by {how.method}, groups of {size}"
 
 
 @overload

@@ -391,8 +391,8 @@ class NamedTensors:
 def stored_dtype(foreign: ForeignModel) -> str:
     """The dtype that holds every value of a model's tensors: float32, float16 or bfloat16."""
     names = wrappers.names(foreign.config)
-    found = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
-    return found.pop() if found in ({"bfloat16"}, {"float16"}) else "float32"
+    result = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
+    return result.pop() if result in ({"bfloat16"}, {"float16"}) else "float32"
 
 
 def hf_shapes(model: Model, model_type: str) -> dict[str, Shape]:
@@ -461,9 +461,9 @@ def _matched(
 ) -> tuple[tuple[Tensor, ...], dict[str, str]]:
     """The rows of the table that the model uses, and the stored name of each of their tensors, by our name."""
     model_type = hf_config.text_part(foreign.config)["model_type"]
-    names, found = wrappers.names(foreign.config), foreign.shapes()
+    names, result = wrappers.names(foreign.config), foreign.shapes()
     stored: dict[str, str] = {}
-    for name in found:
+    for name in result:
         if (ours := names.canonical(name)) is None:
             continue
         other = stored.setdefault(ours, name)
@@ -472,7 +472,7 @@ def _matched(
     fused = tables.is_fused(stored)
     rows = tables.of(model_type, shapes, model.config.module_layers, fused_experts=fused)
     if foreign.config["model_type"] == "qwen3_vl_moe":
-        rows = tables.turned(rows, shapes, {name: tuple(found[at]) for name, at in stored.items()})
+        rows = tables.turned(rows, shapes, {name: tuple(result[at]) for name, at in stored.items()})
     _check_missing(rows, shapes, stored)
     expected = {
         name: _stored_shape(model, row, row.shape(shapes), at) for row in rows for name, at in row.names(shapes)
@@ -481,9 +481,9 @@ def _matched(
     head = set() if "output" in shapes else {tables.ends(model_type)[0]}
     _check_names(expected, stored, tables.unused(rows, shapes) | head)
     for name, shape in expected.items():
-        if tuple(found[stored[name]]) != shape:
+        if tuple(result[stored[name]]) != shape:
             raise UserError(
-                f"{stored[name]} has the shape {list(found[stored[name]])}, must be {list(shape)} by its configuration"
+                f"{stored[name]} has the shape {list(result[stored[name]])}, must be {list(shape)} by its configuration"
             )
     return rows, stored
 

@@ -56,12 +56,12 @@ def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any
     config = fields.read(folder)
     model, params = replication.replicated(model, params, config["layer_replication"], folder)
     model_type = hf_config.to_hf(model.config, like)["model_type"]
-    found = peft.read_adapted(folder, model, model_type, weights(params, model, model_type), config)
-    joined = tree.joined(found.values, params)
-    if found.lora is None:
-        return found.model, joined
-    adapted = api.build(dataclasses.replace(found.model.config, lora=found.lora))
-    return found.model, jax.jit(adapted.merge)(joined)
+    result = peft.read_adapted(folder, model, model_type, weights(params, model, model_type), config)
+    joined = tree.joined(result.values, params)
+    if result.lora is None:
+        return result.model, joined
+    adapted = api.build(dataclasses.replace(result.model.config, lora=result.lora))
+    return result.model, jax.jit(adapted.merge)(joined)
 
 
 def weights(params: Params, model: api.Model, model_type: str) -> Weight:
@@ -187,8 +187,8 @@ def loader(path: str, model: api.Model, merge: bool = False) -> open_model.Loade
 def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -> None:
     field = _incompatible_field(theirs, model, values)
     if field:
-        own, found = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
-        raise UserError(f"Lora.{field} is {own}, {path} was trained with {found!r}: set it to that")
+        own, result = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
+        raise UserError(f"Lora.{field} is {own}, {path} was trained with {result!r}: set it to that")
 
 
 def _incompatible_field(theirs: api.Lora, model: api.Model, values: Params) -> str:

@@ -77,12 +77,12 @@ def collect(
     paths = {_place(path, roots): path for path in [*own, *map(_absolute, modules)]}
     names = []
     for name in gin_files:
-        found = config.find_file(name, config.search_folders(search_paths))
-        is_shipped = found.resolve().is_relative_to(shipped)
+        result = config.find_file(name, config.search_folders(search_paths))
+        is_shipped = result.resolve().is_relative_to(shipped)
         names.append(
-            found.resolve().relative_to(shipped).as_posix()
+            result.resolve().relative_to(shipped).as_posix()
             if is_shipped
-            else posixpath.relpath(_place(_absolute(found), roots), f"{FOLDER}/0")
+            else posixpath.relpath(_place(_absolute(result), roots), f"{FOLDER}/0")
         )
     searched = [posixpath.relpath(roots[_absolute(path)], f"{FOLDER}/0") for path in search_paths]
     if wheel is not None:
@@ -107,12 +107,12 @@ def _absolute(path: str | pathlib.Path) -> pathlib.Path:
 
 def _roots(folders: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
     """Folder -> its place in the bundle: within that of an earlier one, or of its own."""
-    found: dict[pathlib.Path, str] = {}
+    result: dict[pathlib.Path, str] = {}
     for folder in folders:
-        outer = next((root for root in found if folder.is_relative_to(root)), None)
-        own = f"{FOLDER}/{len(found)}"
-        found.setdefault(folder, own if outer is None else f"{found[outer]}/{folder.relative_to(outer).as_posix()}")
-    return found
+        outer = next((root for root in result if folder.is_relative_to(root)), None)
+        own = f"{FOLDER}/{len(result)}"
+        result.setdefault(folder, own if outer is None else f"{result[outer]}/{folder.relative_to(outer).as_posix()}")
+    return result
 
 
 def _place(path: pathlib.Path, roots: Mapping[pathlib.Path, str]) -> str:
@@ -164,7 +164,7 @@ def check(sources: Sources, parse: Callable[[Sequence[str], Sequence[str]], Sequ
 
 def describe(sources: Sources, name: str, url: str) -> Bundle:
     """The bundle that the files make, in the folder `url`/`name`/HASH; nothing is written."""
-    files = {path: _sha256(found) for path, found in sources.paths.items()}
+    files = {path: _sha256(result) for path, result in sources.paths.items()}
     digest = hashlib.sha256(sums(files)).hexdigest()[:16]
     return Bundle(url=f"{url.rstrip('/')}/{name}/{digest}", files=files)
 
@@ -183,10 +183,10 @@ def stage(bundle: Bundle, sources: Sources) -> None:
     folder = stores.folder_of(bundle.url)
     store = stores.of(folder)
     try:
-        for path, found in sources.paths.items():
-            content = found.read_bytes()
+        for path, result in sources.paths.items():
+            content = result.read_bytes()
             if hashlib.sha256(content).hexdigest() != bundle.files[path]:
-                raise UserError(f"{found} has changed while it was staged: launch again")
+                raise UserError(f"{result} has changed while it was staged: launch again")
             _write(store, folder / path, content)
         _write(store, folder / SUMS, sums(bundle.files))
     except OSError as error:

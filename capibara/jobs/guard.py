@@ -53,8 +53,8 @@ def members(groups: Sequence[int]) -> list[Stat]:
         names = os.listdir("/proc")
     except OSError:
         return []
-    found = filter(None, (stat_of(int(name)) for name in names if name.isdigit()))
-    return [stat for stat in found if stat.group in groups and stat.state not in "ZX"]
+    result = filter(None, (stat_of(int(name)) for name in names if name.isdigit()))
+    return [stat for stat in result if stat.group in groups and stat.state not in "ZX"]
 
 
 class Members:
@@ -71,13 +71,13 @@ class Members:
         """The processes that are still running."""
         began_s = time.monotonic()
         if began_s < self._next_s:
-            found = [stat for stat in map(stat_of, sorted(self._known)) if stat is not None]
-            return [stat for stat in found if stat.group in self._groups and stat.state not in "ZX"]
-        found = members(self._groups)
+            result = [stat for stat in map(stat_of, sorted(self._known)) if stat is not None]
+            return [stat for stat in result if stat.group in self._groups and stat.state not in "ZX"]
+        result = members(self._groups)
         now_s = time.monotonic()
-        self._known = {*self._groups, *(stat.pid for stat in found)}
+        self._known = {*self._groups, *(stat.pid for stat in result)}
         self._next_s = now_s + _SCAN_SHARE * (now_s - began_s)
-        return found
+        return result
 
 
 def send(groups: Sequence[int], *numbers: int) -> None:
@@ -152,8 +152,8 @@ class _Ending:
 
     def _mine(self) -> list[int]:
         """The groups whose number was not reused by other processes meanwhile."""
-        found = [(group, start, stat_of(group)) for group, start in self._groups.items()]
-        return [group for group, start, stat in found if stat is None or not start or stat.start == start]
+        result = [(group, start, stat_of(group)) for group, start in self._groups.items()]
+        return [group for group, start, stat in result if stat is None or not start or stat.start == start]
 
     def _alive(self, groups: Sequence[int]) -> list[Stat]:
         if os.path.isdir("/proc/self"):

@@ -131,16 +131,16 @@ def read(folder: str) -> dict[str, Report]:
     Raises:
       TryAgain: the storage cannot be read.
     """
-    found: dict[str, Report] = {}
+    result: dict[str, Report] = {}
     try:
         path = stores.folder_of(folder)
         store = stores.of(path)
         for file in sorted(path.glob("*.json")) if path.exists() else ():
             with contextlib.suppress(FileNotFoundError, ValueError, RecursionError, limits.Refused):
-                found[file.stem] = _report(json.loads(store.read(file, most=_LARGEST)))
+                result[file.stem] = _report(json.loads(store.read(file, most=_LARGEST)))
     except Exception as error:  # of any bucket library
         raise TryAgain(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
-    return found
+    return result
 
 
 def _report(values: object) -> Report:

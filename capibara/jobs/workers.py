@@ -69,10 +69,10 @@ class Worker:
         """
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
-        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
             return None
-        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
     def send(self, *numbers: int) -> None:
         """Sends signals to its group."""

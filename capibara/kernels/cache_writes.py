@@ -34,9 +34,9 @@ def _append_row_by_row(
     old_BKSx: jax.Array, new_RKx: jax.Array, index_R: jax.Array, slots_R: jax.Array | None
 ) -> jax.Array:
     for row in range(len(index_R)):
-        one, rest = new_RKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
+        item, rest = new_RKx[row][None, :, None], (0,) * (old_BKSx.ndim - 3)
         slot = row if slots_R is None else slots_R[row]
-        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, one, (slot, 0, index_R[row], *rest))
+        old_BKSx = jax.lax.dynamic_update_slice(old_BKSx, item, (slot, 0, index_R[row], *rest))
     return old_BKSx
 
 

@@ -63,14 +63,14 @@ def beside(
     Raises:
       UserError: an adapter does not exist, cannot be read, or is of another model.
     """
-    pairs = [*adapters.paths, *(_parsed(one) for one in flags)]
+    pairs = [*adapters.paths, *(_parsed(flag) for flag in flags)]
     names = [name for name, _ in pairs]
     for name in names:
         if name == base or names.count(name) > 1:
             other = "the model" if name == base else "another adapter"
             raise UserError(f"--adapter={name}=... has the name of {other}: use another name")
-    found = tuple(_read(name, path, loaded, checkpointing) for name, path in pairs)
-    return dataclasses.replace(loaded, adapters=found, paths=dict(pairs))
+    result = tuple(_read(name, path, loaded, checkpointing) for name, path in pairs)
+    return dataclasses.replace(loaded, adapters=result, paths=dict(pairs))
 
 
 def _parsed(one: str) -> tuple[str, str]:
@@ -82,12 +82,12 @@ def _parsed(one: str) -> tuple[str, str]:
 
 def _read(name: str, path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> Adapter:
     try:
-        found = Adapter(name, *_values(path, loaded, checkpointing))
-        unmerged.check(loaded.model, found)
+        result = Adapter(name, *_values(path, loaded, checkpointing))
+        unmerged.check(loaded.model, result)
         _tell_own_tokenizer(name, path, loaded)
     except UserError as error:
         raise UserError(f"--adapter={name}={path}: {error}") from None
-    return found
+    return result
 
 
 def _values(path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> tuple[Lora, Params]:
@@ -98,10 +98,10 @@ def _values(path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> tup
     if not run_folder.is_run(path):
         raise UserError(f"it is neither a PEFT folder ({peft.CONFIG}) nor a run folder: name one of the two")
     how = checkpointing if loaded.training is None else loaded.training.checkpointing
-    found = run_folder.adapters(path, how)
-    if found is None:
+    result = run_folder.adapters(path, how)
+    if result is None:
         raise UserError("it is a run without adapters: serve it as --model_dir")
-    return found
+    return result
 
 
 def _tell_own_tokenizer(name: str, path: str, loaded: LoadedModel) -> None:

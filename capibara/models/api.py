@@ -367,8 +367,8 @@ def build(config: TransformerConfig) -> Model:
         params: Params, batch: Batch, remat: RematPolicy | Remat = Remat.NONE, step: jax.Array | None = None
     ) -> tuple[jax.Array, Stats]:
         with lora.at_step(step):
-            found = bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
-        return found if own is None else _checked_hidden(found, own, config.embed_dim)
+            result = bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
+        return result if own is None else _checked_hidden(result, own, config.embed_dim)
 
     def encode(params: Params, batch: Batch) -> jax.Array:
         module = bind(params)
@@ -377,8 +377,8 @@ def build(config: TransformerConfig) -> Model:
 
     def head(params: Params) -> jax.Array:
         # The layers of `serving` do not fit the template; the head does not need them.
-        found = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
-        return found if own is None else _checked_head(found, own, (config.vocab_size, config.embed_dim))
+        result = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
+        return result if own is None else _checked_head(result, own, (config.vocab_size, config.embed_dim))
 
     alike = not config.module_layers
     begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and alike else (None, None)
@@ -411,8 +411,8 @@ def _axes(template: nnx.State, make: Callable[..., ModelModule]) -> Params:
             )
         return variable.replace(_Names(variable.axes))
 
-    found = jax.tree.map(names, template, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    return jax.tree.map(lambda n: n.names, nnx.to_pure_dict(found), is_leaf=lambda x: isinstance(x, _Names))
+    result = jax.tree.map(names, template, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(lambda n: n.names, nnx.to_pure_dict(result), is_leaf=lambda x: isinstance(x, _Names))
 
 
 def _checked_hidden(found: object, own: str, D: int) -> tuple[jax.Array, Stats]:

@@ -36,8 +36,8 @@ def served(config: TransformerConfig, axes: Params, params: Params, convert: Con
     """
 
     def each(of_array: Callable, axes: Params, values: Params) -> Params:
-        one = lambda names, x: convert(functools.partial(of_array, config, names), x)  # noqa: E731
-        return jax.tree.map(one, axes, values, is_leaf=tree.is_axes)
+        item = lambda names, x: convert(functools.partial(of_array, config, names), x)  # noqa: E731
+        return jax.tree.map(item, axes, values, is_leaf=tree.is_axes)
 
     stacks: list[Params] = []
     rest_axes, rest = (with_layers(part, stacks.append) for part in (axes, params))
@@ -87,14 +87,14 @@ def _of_array(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
 def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.Array | OutputFirst, ...]:
     """Splits an array of all layers into one array per layer."""
     turns = config.quantization is Quantization.NONE and matmul.wants_outputs_first()
-    layers = (sharding.constrain(one, axes[1:]) for one in _computed(config, axes, x))
-    return tuple(_output_first(axes[1:], one) if turns else one for one in layers)
+    layers = (sharding.constrain(item, axes[1:]) for item in _computed(config, axes, x))
+    return tuple(_output_first(axes[1:], layer) if turns else layer for layer in layers)
 
 
 def _each_layer(config: TransformerConfig, of_all: Params) -> tuple[Params, ...]:
     """Splits tuples that have an entry for each layer."""
-    one = functools.partial(tree.of_layer, layers=config.module_layers, depth=_depth, pick=operator.getitem)
-    return tuple(one(of_all, number) for number in range(config.num_layers))
+    item = functools.partial(tree.of_layer, layers=config.module_layers, depth=_depth, pick=operator.getitem)
+    return tuple(item(of_all, number) for number in range(config.num_layers))
 
 
 def _depth(of_all: Params | tuple) -> int:

@@ -54,7 +54,7 @@ class Monitoring:
         """
         own = [*(usual() if self.callbacks is None else self.callbacks), *self.more]
         report = Report()
-        if system.every_s and any(isinstance(one, MetricsFile) for one in own):
+        if system.every_s and any(isinstance(item, MetricsFile) for item in own):
             own = [SystemSampler(system, report), *own]  # first: its last sample is to reach the others
         if self.trackers:
             own.append(self._process(tracking, own, report))
@@ -65,7 +65,7 @@ class Monitoring:
 
     def _process(self, how: Tracking, own: Sequence[Callback], report: Callback) -> TrackingProcess:
         """The process that feeds the trackers."""
-        if not any(isinstance(one, MetricsFile) for one in own):
+        if not any(isinstance(item, MetricsFile) for item in own):
             raise UserError(
                 "Monitoring.trackers are fed from the metrics file: add @MetricsFile() to Monitoring.callbacks"
             )

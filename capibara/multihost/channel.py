@@ -132,14 +132,14 @@ class Leader:
             while True:
                 for key, _ in selector.select():
                     index, lines = key.data
-                    found = lines.read()
-                    if found is None and not self._closed.is_set() and not peers.is_leaving(0.0):
+                    result = lines.read()
+                    if result is None and not self._closed.is_set() and not peers.is_leaving(0.0):
                         self._end(self._lost(index), index)
                         return
-                    if found is None:
+                    if result is None:
                         selector.unregister(key.fileobj)
                         continue
-                    for message in found:
+                    for message in result:
                         self.on_signal(int(message["signal"]))
                 if not selector.get_map():
                     return
@@ -194,8 +194,8 @@ class Follower:
 
     def _read(self) -> None:
         lines = _Lines(self._line)
-        while (found := lines.read()) is not None:
-            for message in found:
+        while (result := lines.read()) is not None:
+            for message in result:
                 if "stop" in message:
                     self._arrived.put(None)
                     if not peers.is_leaving(_STOP_S):
@@ -231,7 +231,7 @@ class _Lines:
         if b"\n" not in data:
             return []
         *whole, self._rest = self._rest.split(b"\n")
-        return [json.loads(one) for one in whole]
+        return [json.loads(item) for item in whole]
 
 
 def slow_aborts() -> None:
@@ -272,7 +272,7 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
         threading.Thread(target=_accept, args=(listening, word, heard), daemon=True).start()
         while len(lines) < count - 1:
             try:
-                one, hello = heard.get(timeout=max(end_s - time.monotonic(), 0.1))
+                item, hello = heard.get(timeout=max(end_s - time.monotonic(), 0.1))
             except queue.Empty:
                 missing = ", ".join(str(index) for index in range(1, count) if index not in lines)
                 error = TryAgain(
@@ -284,9 +284,9 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
                 print(f"note: {error}", file=sys.stderr)
                 break
             if hello is None or not 0 < hello["index"] < count or hello["index"] in lines:
-                one.close()  # not a process of this run
+                item.close()  # not a process of this run
                 continue
-            lines[hello["index"]], hosts[hello["index"]] = one, hello["host"]
+            lines[hello["index"]], hosts[hello["index"]] = item, hello["host"]
     return lines, hosts
 
 
@@ -311,10 +311,10 @@ def _accept(
 
     while True:
         try:
-            one, _ = listening.accept()
+            item, _ = listening.accept()
         except OSError:
             return
-        threading.Thread(target=hear, args=(one,), daemon=True).start()
+        threading.Thread(target=hear, args=(item,), daemon=True).start()
 
 
 def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:
@@ -326,11 +326,11 @@ def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:
             if not (data := one.recv(4096)):
                 return None
             heard += data
-        found = json.loads(heard)
-        if not secrets.compare_digest(str(found["word"]), word):
+        result = json.loads(heard)
+        if not secrets.compare_digest(str(result["word"]), word):
             return None
         _prepare(one)
-        return {"index": int(found["index"]), "host": str(found["host"])}
+        return {"index": int(result["index"]), "host": str(result["host"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

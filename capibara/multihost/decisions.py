@@ -92,11 +92,11 @@ class Decisions:
         them = f"process {other['index']} on {other['host']}"
         with self._changed:
             end = self._first + len(self._last)
-            for number, theirs in enumerate((Decision(*one) for one in other["made"]), other["first"]):
+            for number, theirs in enumerate((Decision(*item) for item in other["made"]), other["first"]):
                 if self._first <= number < end:
                     mine = self._last[number - self._first]
                     if mine != theirs:
-                        mine_says, their_says = (f"{one.action} after step {one.step}" for one in (mine, theirs))
+                        mine_says, their_says = (f"{item.action} after step {item.step}" for item in (mine, theirs))
                         return f"{me}: {mine_says}; {them}: {their_says}"
                 elif number == end and self._passed is not None and self._passed >= theirs.step:
                     return f"{them}: {theirs.action} after step {theirs.step}; {me}: the next step"
@@ -113,8 +113,8 @@ class Decisions:
                     peers.put(f"{self._folder}/{self._index}/made", now, again=True)
                     before = now
                 for other in map(json.loads, peers.list_values(others)):
-                    if other["index"] != self._index and (found := self.difference(other)) is not None:
-                        self._end(f"the processes of this run took different decisions: {found}")
+                    if other["index"] != self._index and (result := self.difference(other)) is not None:
+                        self._end(f"the processes of this run took different decisions: {result}")
                         return
             except Exception as error:
                 if not peers.is_unreachable(error):

@@ -48,15 +48,15 @@ def each(make: Callable[[], T]) -> list[T]:
     except Exception as error:
         failed = error
     kind = None if failed is None else "user" if isinstance(failed, UserError) else type(failed).__name__
-    found = gathered({"value": value, "kind": kind, "said": None if failed is None else str(failed)})
-    for index, one in enumerate(found):
-        if one["kind"] == "user":
-            raise UserError(one["said"]) from failed
-        if one["kind"] is not None and failed is None:
-            raise RuntimeError(f"process {index} ended with {one['kind']}: {one['said']}")
+    result = gathered({"value": value, "kind": kind, "said": None if failed is None else str(failed)})
+    for index, item in enumerate(result):
+        if item["kind"] == "user":
+            raise UserError(item["said"]) from failed
+        if item["kind"] is not None and failed is None:
+            raise RuntimeError(f"process {index} ended with {item['kind']}: {item['said']}")
     if failed is not None:
         raise failed
-    return [one["value"] for one in found]
+    return [entry["value"] for entry in result]
 
 
 def of_first(make: Callable[[], T]) -> T:

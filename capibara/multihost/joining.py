@@ -105,7 +105,7 @@ def join(
 
 def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:
     """A line with the numbers of processes, hosts, chips and slices."""
-    hosts = len({one.host for one in came})
+    hosts = len({item.host for item in came})
     # A chip of v2, v3, v4 or v5p may have two devices (cores), with the same coordinates.
     chips = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,))) for device in devices}
     slices = len({chip[0] for chip in chips})
@@ -116,11 +116,11 @@ def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) ->
 
 
 def _versions() -> dict[str, str]:
-    found = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
+    result = {"version of Python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         if (version := extras.version(name)) is not None:
-            found[f"version of {name}"] = version
-    return found
+            result[f"version of {name}"] = version
+    return result
 
 
 def _find(joining: Joining, emulated: bool) -> _Member | None:
@@ -161,12 +161,12 @@ def _detected(
     from jax._src import clusters  # as jax.distributed.initialize does, which aborts if a process is missing
 
     text = os.environ.get("JAX_LOCAL_DEVICE_IDS", "")
-    if text and not all(one.strip().isdigit() for one in text.split(",")):
+    if text and not all(item.strip().isdigit() for item in text.split(",")):
         raise UserError(f"JAX_LOCAL_DEVICE_IDS is {text!r}, must be numbers with commas between, such as 0,1")
-    local = [int(one) for one in text.split(",")] if text else None
+    local = [int(item) for item in text.split(",")] if text else None
     with _outside_of_pods() if _INDEXED not in os.environ else contextlib.nullcontext():
         try:
-            found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+            result = clusters.ClusterEnv.auto_detect_unset_distributed_params(
                 address, count, index, local, None, int(timeout_s)
             )
         except ModuleNotFoundError as error:
@@ -178,13 +178,13 @@ def _detected(
             raise UserError(
                 f"the other hosts cannot be found ({cause}): pass --coordinator_address, --num_processes and --process_id"
             ) from error
-    if found[0] is None and (whose := _one_of_several()):
+    if result[0] is None and (whose := _one_of_several()):
         print(
             f"note: this {whose}, but JAX does not detect the others, so it runs alone: to connect them, pass "
             "--coordinator_address, --num_processes and --process_id",
             file=sys.stderr,
         )
-    return found
+    return result
 
 
 def _one_of_several() -> str | None:

@@ -127,8 +127,8 @@ class _Caller:
             self._tell_all({"go": True})
             return [self._came[index] for index in sorted(self._came)]
         finally:
-            for one in [*self._heard, *self._waiting.values()]:
-                one.close()
+            for item in [*self._heard, *self._waiting.values()]:
+                item.close()
             self._selector.close()
 
     def _gather(self) -> None:
@@ -143,16 +143,16 @@ class _Caller:
                     f"waiting for {self._missing()}: {len(self._came)} of {self._own.count} processes have connected"
                 )
             for key, _ in self._selector.select(min(self._end_s - now_s, 1.0)):
-                one = key.fileobj
-                assert isinstance(one, socket.socket)
-                self._accept() if one is self._listening else self._hear(one)
+                item = key.fileobj
+                assert isinstance(item, socket.socket)
+                self._accept() if item is self._listening else self._hear(item)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
-            one, _ = self._listening.accept()
-            one.setblocking(False)
-            self._heard[one] = b""
-            self._selector.register(one, selectors.EVENT_READ)
+            item, _ = self._listening.accept()
+            item.setblocking(False)
+            self._heard[item] = b""
+            self._selector.register(item, selectors.EVENT_READ)
 
     def _hear(self, one: socket.socket) -> None:
         try:
@@ -217,8 +217,8 @@ class _Caller:
         )
 
     def _tell_all(self, message: Mapping[str, object]) -> None:
-        for one in self._waiting.values():
-            _tell(one, message)
+        for item in self._waiting.values():
+            _tell(item, message)
 
     def _linger(self, refused: _Refused) -> None:
         """Tells processes that connect late why the run does not begin."""
@@ -227,9 +227,9 @@ class _Caller:
             for key, _ in self._selector.select(left_s):
                 if key.fileobj is self._listening:
                     with contextlib.suppress(OSError):
-                        one, _ = self._listening.accept()
-                        _tell(one, {"refused": refused.kind.__name__, "why": str(refused)})
-                        self._waiting[-len(self._waiting) - 1] = one
+                        item, _ = self._listening.accept()
+                        _tell(item, {"refused": refused.kind.__name__, "why": str(refused)})
+                        self._waiting[-len(self._waiting) - 1] = item
                 else:
                     self._selector.unregister(key.fileobj)
 
@@ -244,9 +244,9 @@ def _answer(
             said_s = now_s
             say(f"process {process.index} waits for process 0 at {shown} ({cause})")
         try:
-            with socket.create_connection(address, timeout=max(min(end_s - now_s, 10.0), 0.1)) as one:
-                one.sendall(json.dumps({"kind": _KIND, **dataclasses.asdict(process)}).encode() + b"\n")
-                word = _word(one, end_s + _LINGER_S)
+            with socket.create_connection(address, timeout=max(min(end_s - now_s, 10.0), 0.1)) as item:
+                item.sendall(json.dumps({"kind": _KIND, **dataclasses.asdict(process)}).encode() + b"\n")
+                word = _word(item, end_s + _LINGER_S)
         except OSError as error:
             cause = error.strerror or str(error) or type(error).__name__
             word = None
@@ -274,10 +274,10 @@ def _word(one: socket.socket, end_s: float) -> dict[str, object] | None:
             return None
         heard += data
     try:
-        found = json.loads(heard)
+        result = json.loads(heard)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def _tell(one: socket.socket, message: Mapping[str, object]) -> None:
@@ -289,15 +289,15 @@ def _tell(one: socket.socket, message: Mapping[str, object]) -> None:
 def _process_of(line: bytes) -> Process | None:
     """Parses a process's message; None: it is not one."""
     try:
-        found = json.loads(line)
-        if found.pop("kind") != _KIND:
+        result = json.loads(line)
+        if result.pop("kind") != _KIND:
             return None
-        one = Process(**found)
-        texts = [one.host, *one.facts, *one.facts.values()]
+        item = Process(**result)
+        texts = [item.host, *item.facts, *item.facts.values()]
         well = all(isinstance(text, str) for text in texts) and all(
-            isinstance(number, int) for number in (one.index, one.count, one.pid)
+            isinstance(number, int) for number in (item.index, item.count, item.pid)
         )
-        return dataclasses.replace(one, host=one.host[:_SHOWN]) if well else None
+        return dataclasses.replace(item, host=item.host[:_SHOWN]) if well else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

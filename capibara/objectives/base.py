@@ -64,10 +64,15 @@ class Objective(NamedTuple):
         self, params: Params, batch: Batch, remat: RematPolicy, step: jax.Array | None
     ) -> tuple[jax.Array, PyTree, Stats]:
         """What `sums` returns; raises UserError if that is something else."""
-        found = self.sums(params, batch, remat, step)
-        if isinstance(found, tuple) and len(found) == 3 and jnp.shape(found[0]) == () and hasattr(found[1], "weight"):
-            return found
-        shapes = jax.tree.map(jnp.shape, found)
+        result = self.sums(params, batch, remat, step)
+        if (
+            isinstance(result, tuple)
+            and len(result) == 3
+            and jnp.shape(result[0]) == ()
+            and hasattr(result[1], "weight")
+        ):
+            return result
+        shapes = jax.tree.map(jnp.shape, result)
         raise UserError(
             f"the objective's sums are {short(shapes)} (shapes), must be three: the loss, a scalar; Totals; the layers' "
             "statistics: see examples/extend/my_loss.py"
@@ -75,13 +80,13 @@ class Objective(NamedTuple):
 
     def checked_metrics(self, sums: PyTree, weight: jax.Array) -> Metrics:
         """What `metrics` returns; raises UserError if `loss` or `tokens` is missing."""
-        found = self.metrics(sums, weight)
-        if missing := [name for name in ("loss", "tokens") if name not in found]:
+        result = self.metrics(sums, weight)
+        if missing := [name for name in ("loss", "tokens") if name not in result]:
             raise UserError(
-                f"the objective's metrics are {', '.join(found)}, and {' and '.join(missing)} must be among them: see "
+                f"the objective's metrics are {', '.join(result)}, and {' and '.join(missing)} must be among them: see "
                 "examples/extend/my_loss.py"
             )
-        return found
+        return result
 
 
 class Totals(NamedTuple):

@@ -39,14 +39,14 @@ class CrossEntropy(Loss):
 
     def check(self, dataset: Dataset, batch_size: int) -> None:
         del batch_size
-        if (found := dataset.data_format) is not self.data_format:
+        if (result := dataset.data_format) is not self.data_format:
             losses = {
                 DataFormat.PREFERENCES: "@Dpo()",
                 DataFormat.UNPAIRED: "@Kto()",
                 DataFormat.PROMPTS: "@Grpo()",
                 DataFormat.STEPS: "@ProcessReward()",
-            }[found]
-            raise UserError(f"Dataset.source holds {found} and Trainer.loss is None: set Trainer.loss = {losses}")
+            }[result]
+            raise UserError(f"Dataset.source holds {result} and Trainer.loss is None: set Trainer.loss = {losses}")
 
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         del dataset

@@ -99,10 +99,10 @@ class ReferenceTables(BatchProvider):
         run = self._run
         with run.validation() as batches:
             filled = (self._filled("validation", batch) for batch in batches)
-            found = list(_each(functools.partial(self._totals, params), filled, run.batch_sharding))
-        if not found:
+            result = list(_each(functools.partial(self._totals, params), filled, run.batch_sharding))
+        if not result:
             raise UserError("the validation split has no answer: add data, or set Evaluation.every = 0")
-        sums = jax.tree.map(lambda *parts: float(np.sum(parts)), *found)
+        sums = jax.tree.map(lambda *parts: float(np.sum(parts)), *result)
         return {name: float(value) for name, value in self._objective.metrics(sums, max(sums.weight, 1.0)).items()}
 
     def state(self) -> dict[str, Any]:

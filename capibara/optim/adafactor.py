@@ -214,10 +214,10 @@ class Rule:
             leaves, structure = jax.tree.flatten(grads)
             moments = (jax.tree.leaves(x) for x in (state.v_row, state.v_col, state.v))
             each = [
-                _scaled(grad, kept, p, decay, config.epsilon1)
-                for grad, *kept, p in zip(leaves, *moments, state.parts, strict=True)
+                _scaled(grad, retained, p, decay, config.epsilon1)
+                for grad, *retained, p in zip(leaves, *moments, state.parts, strict=True)
             ]
-            v_row, v_col, v = _transposed(structure, [kept for _, kept in each])
+            v_row, v_col, v = _transposed(structure, [retained for _, retained in each])
             new = FactoredState(optax.safe_increment(state.count), v_row, v_col, v, state.parts)
             return jax.tree.unflatten(structure, [update for update, _ in each]), new
 

@@ -144,9 +144,9 @@ def check_updates(tx: optax.GradientTransformation, params: Params, name: str) -
     for path, leaf in shapes.items():
         update = shapes_of.get(path)
         if update is None or update.shape != leaf.shape:
-            found = "none" if update is None else str(update.shape)
+            result = "none" if update is None else str(update.shape)
             raise UserError(
-                f"the updates of {name} have {found} for {path}, must have the parameter's shape {leaf.shape}"
+                f"the updates of {name} have {result} for {path}, must have the parameter's shape {leaf.shape}"
             )
 
 

@@ -17,13 +17,13 @@ LOOKUP_AXES = ("vocab", "position")  # tables of embeddings and the output head
 def spaces(axes: Axes) -> list[list[int]]:
     """The dimensions of each space, after the leading stack axes."""
     first = next((i for i, name in enumerate(axes) if name not in STACK_AXES), len(axes))
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for i in range(first, len(axes)):
         if i > first and axes[i] in HEAD_AXES and axes[i - 1] in HEAD_AXES:
-            found[-1].append(i)
+            result[-1].append(i)
         else:
-            found.append([i])
-    return found
+            result.append([i])
+    return result
 
 
 def sides(axes: Axes) -> tuple[Dims, Dims] | None:
@@ -32,15 +32,15 @@ def sides(axes: Axes) -> tuple[Dims, Dims] | None:
     The inputs are the first space after the stack axes and the outputs the rest; in a projection back to "embed" the
     outputs are the last space. Along stack axes there are independent matrices.
     """
-    found = spaces(axes)
-    if len(found) < 2 or {*axes} <= {"layers", "norm", None}:  # the latter are rates of decay
+    result = spaces(axes)
+    if len(result) < 2 or {*axes} <= {"layers", "norm", None}:  # the latter are rates of decay
         return None
-    back = axes[-1] == "embed" and axes[found[0][0]] != "embed"
-    inputs, outputs = (found[:-1], found[-1:]) if back else (found[:1], found[1:])
+    back = axes[-1] == "embed" and axes[result[0][0]] != "embed"
+    inputs, outputs = (result[:-1], result[-1:]) if back else (result[:1], result[1:])
     return tuple(sum(inputs, [])), tuple(sum(outputs, []))
 
 
 def own_dims(axes: Axes) -> Dims:
     """All dimensions after the leading stack axes, along which independent weights are stacked."""
-    found = spaces(axes)
-    return tuple(range(found[0][0], len(axes))) if found else ()
+    result = spaces(axes)
+    return tuple(range(result[0][0], len(axes))) if result else ()

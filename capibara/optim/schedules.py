@@ -50,9 +50,9 @@ class ScheduleConfig(abc.ABC):
             )
         rate = jax.eval_shape(rates, jax.ShapeDtypeStruct((), jnp.int32))
         if getattr(rate, "shape", None) != ():
-            found = f"the shape {rate.shape}" if hasattr(rate, "shape") else short(rate)
+            result = f"the shape {rate.shape}" if hasattr(rate, "shape") else short(rate)
             raise UserError(
-                f"the learning rate of {name} is {found} for a step, must be a scalar: see docs/extending.md"
+                f"the learning rate of {name} is {result} for a step, must be a scalar: see docs/extending.md"
             )
         return rates
 

@@ -68,21 +68,21 @@ def disagreements(sums: np.ndarray, specs: Sequence[PartitionSpec], mesh: Mesh) 
       specs: PartitionSpecs of the arrays.
       mesh: the mesh of the devices.
     """
-    found = []
+    result = []
     for index, spec in enumerate(specs):
         split = {name for names in spec if names for name in ((names,) if isinstance(names, str) else names)}
-        kept = [axis for axis, name in enumerate(mesh.axis_names) if name in split]
+        retained = [axis for axis, name in enumerate(mesh.axis_names) if name in split]
         groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for indices in itertools.product(*map(range, mesh.devices.shape)):
-            groups.setdefault(tuple(indices[axis] for axis in kept), []).append(indices)
+            groups.setdefault(tuple(indices[axis] for axis in retained), []).append(indices)
         devices = []
         for group in groups.values():
             values = [int(sums[(*indices, index)]) for indices in group]
             usual, _ = Counter(values).most_common(1)[0]
             devices += [mesh.devices[indices] for indices, value in zip(group, values) if value != usual]
         if devices:
-            found.append((index, sorted(devices, key=lambda device: device.id)))
-    return found
+            result.append((index, sorted(devices, key=lambda device: device.id)))
+    return result
 
 
 def _checksums(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[..., jax.Array]:

@@ -119,9 +119,9 @@ def dividing(mesh: ActiveMesh, part: Any, size: int) -> Any:
     """The leading mesh axes of one dimension's entry of a PartitionSpec that divide the dimension; None: none does."""
     if part is PartitionSpec.UNCONSTRAINED:
         return part
-    kept: list[str] = []
+    retained: list[str] = []
     for axis in (part,) if isinstance(part, str) else part or ():
-        if size % int(np.prod([mesh.shape[a] for a in (*kept, axis)])):
+        if size % int(np.prod([mesh.shape[a] for a in (*retained, axis)])):
             break
-        kept.append(axis)
-    return tuple(kept) or None
+        retained.append(axis)
+    return tuple(retained) or None

@@ -83,9 +83,9 @@ class BucketStore:
         root = files._strip_protocol(os.fspath(folder))
         # One request for a thousand files. What it tells is not remembered: others write there, too.
         files.invalidate_cache()
-        found = files.find(root, detail=True)
+        result = files.find(root, detail=True)
         files.invalidate_cache()
-        sizes = {name.removeprefix(f"{root}/"): int(about["size"]) for name, about in found.items()}
+        sizes = {name.removeprefix(f"{root}/"): int(about["size"]) for name, about in result.items()}
         return dict(sorted((name, size) for name, size in sizes.items() if not name.endswith("/")))
 
     def matching(self, pattern: str) -> Sequence[Entry]:

@@ -48,8 +48,8 @@ class _Checked:
     def __getattr__(self, name: str) -> object:
         if name == "_store":  # as pickle and copy ask before it is there
             raise AttributeError(name)
-        found = getattr(self._store, name)
-        return functools.partial(self._call, found, name) if name in _RETURNS else found
+        result = getattr(self._store, name)
+        return functools.partial(self._call, result, name) if name in _RETURNS else result
 
     def _call(self, method: Callable[..., object], name: str, *args: object, **named: object) -> object:
         value, (kind, needed) = method(*args, **named), _RETURNS[name]

@@ -54,10 +54,10 @@ def local_file(url: str) -> str:
     """
     if stores.of(url).has_local_paths:
         return url
-    found = remote.listed(url)
-    if not found:
+    result = remote.listed(url)
+    if not result:
         raise UserError(f"{url} does not exist, or its bucket does not")
-    return local_files(found[:1])[0]
+    return local_files(result[:1])[0]
 
 
 def local_files(entries: Sequence[Entry]) -> list[str]:
@@ -89,17 +89,17 @@ def local_folder(url: str, names: Collection[str] | None = None) -> str:
     if stores.of(url).has_local_paths:
         return url
     url = remote.address(url.rstrip("/"))
-    found = remote.below(url)
-    if not found:
+    result = remote.below(url)
+    if not result:
         raise UserError(f"{url} does not exist, or its bucket does not")
-    there = {entry.url[len(url) + 1 :] for entry in found}
+    there = {entry.url[len(url) + 1 :] for entry in result}
     if names is not None:
-        found = [entry for entry in found if entry.url[len(url) + 1 :] in names]
-    if len(found) > _MOST_FILES:
+        result = [entry for entry in result if entry.url[len(url) + 1 :] in names]
+    if len(result) > _MOST_FILES:
         raise UserError(
-            f"{url} has {len(found):,} files, must have at most {_MOST_FILES:,}: name the model's own folder"
+            f"{url} has {len(result):,} files, must have at most {_MOST_FILES:,}: name the model's own folder"
         )
-    _copied(url, found, there)
+    _copied(url, result, there)
     return _folder_of(url)
 
 
@@ -155,8 +155,8 @@ def _copy(entry: Entry, path: str) -> None:
 
             waiting = [pool.submit(piece, start) for start in starts]
             try:
-                for one in waiting:
-                    one.result()
+                for item in waiting:
+                    item.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

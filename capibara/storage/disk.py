@@ -110,7 +110,7 @@ class DiskStore:
             file.write(line.encode() + b"\n")
 
     def list(self, folder: epath.Path) -> dict[str, int]:
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         left = [(os.fspath(folder), "")]
         while left:
             inner, prefix = left.pop()
@@ -122,16 +122,16 @@ class DiskStore:
                         left.append((entry.path, f"{prefix}{entry.name}/"))
                         continue
                     try:
-                        found[f"{prefix}{entry.name}"] = entry.stat().st_size
+                        result[f"{prefix}{entry.name}"] = entry.stat().st_size
                     except OSError as error:  # a run has just replaced it; or a link to nothing, or to itself
                         if error.errno not in (errno.ENOENT, errno.ELOOP):
                             raise
-        return dict(sorted(found.items()))
+        return dict(sorted(result.items()))
 
     def matching(self, pattern: str) -> Sequence[Entry]:
-        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        result = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         entries = []
-        for path in filter(os.path.isfile, found):
+        for path in filter(os.path.isfile, result):
             about = os.stat(path)
             entries.append(Entry(path, about.st_size, str(about.st_mtime_ns)))
         return entries

@@ -31,12 +31,12 @@ def first_hash(path: Path, size: int | None) -> tuple[int, str]:
         memoryview(bytearray(_PIECE)),
         sys.maxsize if size is None else size,
     )
-    begun = left
+    started = left
     with stores.of(path).open(path) as file:
         while left and (count := file.readinto(piece[: min(left, _PIECE)])):
             digest.update(piece[:count])
             left -= count
-    return begun - left, digest.hexdigest()
+    return started - left, digest.hexdigest()
 
 
 def read_hashed(path: Path, size: int) -> tuple[np.ndarray, str]:

@@ -43,7 +43,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
                 raise UserError(f"{path} must be a local file: name one, and copy it there")
             with unwritable_told(path):
                 file = pathlib.Path(real)
-                above = next(one for one in (file, *file.parents) if one.exists())
+                above = next(item for item in (file, *file.parents) if item.exists())
                 # Missing folders are created under this process's own names.
                 like = file if above == file else pathlib.Path(own(above), *file.relative_to(above).parts)
                 like.parent.mkdir(parents=True, exist_ok=True)

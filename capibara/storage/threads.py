@@ -23,7 +23,7 @@ def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
     thread does all of it.
     """
     items = list(items)
-    found: dict[int, R] = {}
+    result: dict[int, R] = {}
     left, failed = iter(range(len(items))), threading.Event()
 
     def some() -> None:
@@ -32,7 +32,7 @@ def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
             if failed.is_set():
                 return
             try:
-                found[index] = fn(items[index])
+                result[index] = fn(items[index])
             except BaseException:
                 failed.set()
                 raise
@@ -40,7 +40,7 @@ def each(fn: Callable[[T], R], items: Sequence[T] | Iterable[T]) -> list[R]:
     with _Helpers(some) as helpers:
         helpers.start(min(_MOST, 2 * (os.cpu_count() or 1), len(items)) - 1)
         some()
-    return [found[index] for index in range(len(items))]
+    return [result[index] for index in range(len(items))]
 
 
 class _Helpers:

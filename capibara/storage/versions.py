@@ -138,8 +138,8 @@ def _own(versions: Versions, path: epath.Path, data: bytes) -> str:
     Raises:
       Changed: another process wrote it.
     """
-    found, version = versions.read(path, len(data))
-    if found == data and version:
+    result, version = versions.read(path, len(data))
+    if result == data and version:
         return version
     raise Changed(f"{path} was written by another") from None
 

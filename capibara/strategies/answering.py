@@ -93,11 +93,11 @@ class PromptDocuments(Protocol):
 
 def prompts_of(batch: Batch) -> list[Prompt]:
     """The prompts of a batch, without rows of padding."""
-    found = []
+    result = []
     for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():
         ids = batch["targets"][row][batch["segment_ids"][row] > 0].tolist()
-        found.append(Prompt(row, int(batch["numbers"][row, 0]) - 1, ids))
-    return found
+        result.append(Prompt(row, int(batch["numbers"][row, 0]) - 1, ids))
+    return result
 
 
 class Answerer:
@@ -153,10 +153,10 @@ class Answerer:
             self._run.reporter.check(turn)
             self._run.reporter.progress(progress.format(sum(map(len, judged))))
             part = mine[turn : turn + 1]
-            found = hosts.each(lambda: [(p.row, self._judged(split, p, streams[p.row])) for p in part])
-            for row, answers in itertools.chain.from_iterable(found):
+            result = hosts.each(lambda: [(p.row, self._judged(split, p, streams[p.row])) for p in part])
+            for row, answers in itertools.chain.from_iterable(result):
                 assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
-                judged.append([Answer.of(one) for one in answers])
+                judged.append([Answer.of(answer) for answer in answers])
         return judged
 
     def _judged(self, split: str, prompt: Prompt, streams: Sequence[Stream]) -> list[dict[str, Any]]:
@@ -180,10 +180,10 @@ class Answerer:
         talk, dialect = self._generator.chat, self._dialect
         generate = functools.partial(self._generator.streams, what=what, dialect=dialect)
         answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
-        for one in Dialogues(environment, talk, dialect, generate).held(openings):
-            prompt, spoken = one.opening.prompt, {"dialogue": one.messages}
-            total, parts = self._rewards(split, prompt, one.text, spoken)
-            answer = Answer(prompt.ids, one.tokens, one.drawn, total, parts, one.truncated, one.is_own)
+        for item in Dialogues(environment, talk, dialect, generate).held(openings):
+            prompt, spoken = item.opening.prompt, {"dialogue": item.messages}
+            total, parts = self._rewards(split, prompt, item.text, spoken)
+            answer = Answer(prompt.ids, item.tokens, item.drawn, total, parts, item.truncated, item.is_own)
             answers[prompt.row].append(answer)
         return [answers[prompt.row] for prompt in prompts]
 
@@ -234,13 +234,13 @@ def check_record(rewards: Sequence[Reward], documents: PromptDocuments, number: 
 
 def prompt_documents(dataset: Dataset, split: str) -> PromptDocuments:
     """The prompts of a split, with their records."""
-    found = dataset.documents(split)
-    if not isinstance(found, PromptDocuments):
+    result = dataset.documents(split)
+    if not isinstance(result, PromptDocuments):
         raise UserError(
             f"Dataset.source ({type(dataset.source).__name__}) has no records, which rewards need: set "
             "Dataset.source = @PromptJsonlSource()"
         )
-    return found
+    return result
 
 
 def name_of(reward: object) -> str:

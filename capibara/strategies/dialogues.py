@@ -102,11 +102,12 @@ class Dialogues:
         going = dict(enumerate(dialogues))
         for turn in range(self._environment.turns):
             prompts = [
-                Prompt(i, one.opening.prompt.number, [*one.opening.prompt.ids, *one.tokens]) for i, one in going.items()
+                Prompt(i, item.opening.prompt.number, [*item.opening.prompt.ids, *item.tokens])
+                for i, item in going.items()
             ]
             streams = self._generate(prompts, functools.partial(_samplings, going, turn))
             ends_here = turn + 1 == self._environment.turns
-            going = {i: one for i, one in going.items() if self._goes_on(one, streams[i][0].result(), ends_here)}
+            going = {i: item for i, item in going.items() if self._goes_on(item, streams[i][0].result(), ends_here)}
             if not going:
                 break
         return dialogues
@@ -194,10 +195,10 @@ def check(environment: Environment, dataset: Dataset) -> None:
 
 def _check(answers: Sequence[Message], environment: Environment) -> None:
     """Raises UserError unless an environment's messages are ones that a template renders."""
-    for one in answers:
-        is_message = isinstance(one, dict) and isinstance(one.get("content"), str)
-        if not is_message or one.get("role") not in ("tool", "user"):
+    for answer in answers:
+        is_message = isinstance(answer, dict) and isinstance(answer.get("content"), str)
+        if not is_message or answer.get("role") not in ("tool", "user"):
             raise UserError(
-                f"Grpo.environment: {type(environment).__name__} answered {one!r}, must answer messages with the role 'tool' or "
+                f"Grpo.environment: {type(environment).__name__} answered {answer!r}, must answer messages with the role 'tool' or "
                 "'user' and a text as content"
             )

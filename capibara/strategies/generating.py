@@ -115,7 +115,7 @@ class Generator:
         ends, spelled = dialect.ends_of(self.chat), dialect.spelled
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in prompts if self._own is None else hosts.share(prompts):
-            streams[row] = [self._loaded.submit(ids, one, ends=ends, spelled=spelled) for one in samplings(row)]
+            streams[row] = [self._loaded.submit(ids, item, ends=ends, spelled=spelled) for item in samplings(row)]
         self._write(what, sum(len(samplings(prompt.row)) for prompt in prompts))
         return streams
 
@@ -123,10 +123,10 @@ class Generator:
         """Generates until the engines of all processes have finished."""
         for turn in itertools.count():
             self._run.reporter.check(turn)
-            found = hosts.each(self._worked)
-            if not any(busy for busy, _ in found):
+            result = hosts.each(self._worked)
+            if not any(busy for busy, _ in result):
                 return
-            left = found[0][1] if self._own is None else sum(one for _, one in found)
+            left = result[0][1] if self._own is None else sum(item for _, item in result)
             self._run.reporter.progress(f"{what}: {count - left} of {count} answers")
 
     def _worked(self) -> tuple[bool, int]:

@@ -55,10 +55,10 @@ _NUMBER = re.compile(
 def last_number(text: str) -> float | None:
     """The last number of a text; None: it has none, or it can be read in two ways."""
     text = _rewritten(text)
-    found = list(_RUN.finditer(text))
-    if not found:
+    result = list(_RUN.finditer(text))
+    if not result:
         return None
-    last = found[-1]
+    last = result[-1]
     if _OPERATOR_BEFORE.search(text[: last.start()]) or _FACTOR_AFTER.match(text, last.end()):
         return None
     value = _value(last["run"])

@@ -106,9 +106,13 @@ def check_reward(reward: object) -> None:
         parameters = inspect.signature(inspect.unwrap(reward)).parameters.values()
     except (TypeError, ValueError):
         return  # its signature is unknown
-    positional = [one for one in parameters if one.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    needed = [one for one in positional if one.default is kinds.empty]
-    if len(needed) > 3 or (len(positional) < 3 and not any(one.kind is kinds.VAR_POSITIONAL for one in parameters)):
+    positional = [
+        parameter for parameter in parameters if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    needed = [item for item in positional if item.default is kinds.empty]
+    if len(needed) > 3 or (
+        len(positional) < 3 and not any(parameter.kind is kinds.VAR_POSITIONAL for parameter in parameters)
+    ):
         raise UserError(
             f"Grpo.rewards has {name}, which does not take (prompt, answer, record): name a reward function"
         )

@@ -153,13 +153,13 @@ class Rollouts(BatchProvider):
                 )
         if not answers:
             raise UserError("the validation split has no prompt: add data, or set Evaluation.every = 0")
-        told = self._summary(np.array([[answer.reward] for (answer,) in answers]), [one for (one,) in answers])
-        del told["reward_std"], told["groups_without_signal"]
-        return {"loss": -told["reward"], **told, "answers": float(len(answers))}
+        totals = self._summary(np.array([[answer.reward] for (answer,) in answers]), [item for (item,) in answers])
+        del totals["reward_std"], totals["groups_without_signal"]
+        return {"loss": -totals["reward"], **totals, "answers": float(len(answers))}
 
     def metrics(self) -> dict[str, float]:
-        told, self._told = self._told, []
-        return {name: sum(one[name] for one in told) / len(told) for name in (told[0] if told else ())}
+        totals, self._told = self._told, []
+        return {name: sum(item[name] for item in totals) / len(totals) for name in (totals[0] if totals else ())}
 
     def _rolled_out(self, step: int, params: Params) -> dict[str, np.ndarray]:
         """The rows of a rollout, on the host."""
@@ -167,21 +167,21 @@ class Rollouts(BatchProvider):
         self._answerer.load(params)
         groups, drawn = self._groups(step)
         answers = [answer for group in groups for answer in group]
-        rewards, lengths = _numbers(groups, lambda one: one.reward), _numbers(groups, lambda one: len(one.tokens))
+        rewards, lengths = _numbers(groups, lambda item: item.reward), _numbers(groups, lambda item: len(item.tokens))
         rows = _rows(answers, self._run.dataset, grpo.mask_truncated)
         rows |= self._references(params, rows)
-        told = self._summary(rewards, answers)
+        totals = self._summary(rewards, answers)
         if grpo.resample:
-            told["groups_drawn"] = float(drawn)
-        shaped = grpo.shaped(rewards, _numbers(groups, lambda one: one.parts))
+            totals["groups_drawn"] = float(drawn)
+        shaped = grpo.shaped(rewards, _numbers(groups, lambda item: item.parts))
         if (penalties := grpo.penalties(lengths)) is not None:
-            shaped, told["overlong_penalty"] = shaped + penalties, float(penalties.mean())
+            shaped, totals["overlong_penalty"] = shaped + penalties, float(penalties.mean())
         rows |= grpo.estimates(shaped, rows, self._kl)
         if grpo.kl and grpo.kl_in is not KlIn.LOSS:
             divergence = float((rows["old"] - rows["reference"]).sum())
-            told |= {"kl": divergence / max(rows["weights"].sum(), 1.0), "kl_coefficient": self._kl}
+            totals |= {"kl": divergence / max(rows["weights"].sum(), 1.0), "kl_coefficient": self._kl}
             self._kl = grpo.next_kl(self._kl, divergence / len(answers), len(answers))
-        self._told.append(told)
+        self._told.append(totals)
         return {name: value for name, value in rows.items() if name in self._names}
 
     @functools.cached_property
@@ -194,7 +194,7 @@ class Rollouts(BatchProvider):
         Groups whose rewards are all equal have no advantages: those of further prompts take their place.
         """
         grpo, drawn = self._grpo, 0
-        kept: list[list[Answer]] = []
+        retained: list[list[Answer]] = []
         equal: list[list[Answer]] = []
         count = self._run.plan.batch_size // grpo.group * grpo.mini_batches
         for turn in range(1 + grpo.resample):
@@ -205,10 +205,10 @@ class Rollouts(BatchProvider):
             if not grpo.resample:
                 return groups, drawn
             for group in groups:
-                (kept if len({answer.reward for answer in group}) > 1 else equal).append(group)
-            if len(kept) >= count:
+                (retained if len({answer.reward for answer in group}) > 1 else equal).append(group)
+            if len(retained) >= count:
                 break
-        return (kept + equal)[:count], drawn
+        return (retained + equal)[:count], drawn
 
     def _samplings(self, step: int, first: int, row: int) -> list[Sampling]:
         """The sampling options of each answer to the prompt in a row, of `first` prompts before them in this rollout."""
@@ -231,7 +231,7 @@ class Rollouts(BatchProvider):
 
     def _summary(self, rewards: np.ndarray, answers: Sequence[Answer]) -> dict[str, float]:
         """Metrics of rewards [prompts, group] and their answers."""
-        told = {
+        totals = {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             "groups_without_signal": float(np.mean(np.ptp(rewards, axis=1) == 0)),
@@ -240,19 +240,19 @@ class Rollouts(BatchProvider):
         }
         if len(self._grpo.rewards) > 1:
             parts = np.mean([answer.parts for answer in answers], axis=0)
-            told |= {f"reward_{name_of(one)}": float(part) for one, part in zip(self._grpo.rewards, parts)}
-        return told
+            totals |= {f"reward_{name_of(item)}": float(part) for item, part in zip(self._grpo.rewards, parts)}
+        return totals
 
     def _log_p_of(self, params: Params, rows: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """The log-probabilities of the answers' tokens and the values before them, 0 elsewhere; in batches of a step's size."""
         names = self._run.dataset.batch_spec(1).keys() - {"numbers"}
         parts = self._run.plan.micro_batches * self._grpo.mini_batches
-        found = np.zeros((2, *rows["weights"].shape), np.float32)
+        result = np.zeros((2, *rows["weights"].shape), np.float32)
         for part in range(parts):
             self._run.reporter.check(part)
             batch = {name: self._own(rows[name][part::parts]) for name in names}
-            found[:, part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
-        log_p, values = np.where(rows["weights"] > 0, found, np.float32(0))
+            result[:, part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
+        log_p, values = np.where(rows["weights"] > 0, result, np.float32(0))
         return log_p, values
 
     def _own(self, rows: np.ndarray) -> np.ndarray:

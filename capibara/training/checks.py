@@ -196,14 +196,14 @@ def folder(model_dir: str) -> None:
     if not stores.of(path).has_local_paths:
         return
     with not_writable_explained(path):
-        made = [parent for parent in (path, *path.parents) if not parent.exists()]
+        created = [parent for parent in (path, *path.parents) if not parent.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             probe = path / f".writable.{os.getpid()}"
             probe.write_bytes(b"")
             probe.unlink()
         finally:
-            for parent in made:
+            for parent in created:
                 with contextlib.suppress(OSError):
                     os.rmdir(parent)
 

@@ -120,7 +120,7 @@ class Evaluator:
         for task, trainer in each_task(self.trainer).items():
             with validation(trainer, self.mesh, self.reporter) as batches:
                 sums[task] = sums_of(self.eval_step, params, batches, self.batch_sharding)
-        metrics = metrics_of([one for of_task in sums.values() for one in of_task], self.layer_metrics)
+        metrics = metrics_of([item for of_task in sums.values() for item in of_task], self.layer_metrics)
         if len(sums) > 1:
             of_tasks = ((task, metrics_of(of_task, self.layer_metrics)) for task, of_task in sums.items())
             metrics = with_tasks(metrics, of_tasks)
@@ -162,8 +162,8 @@ class Evaluator:
     def _of_all_hosts(self, counts: np.ndarray) -> np.ndarray:
         """The sum over all shards of the batches; all processes call it."""
         shards = sharding.host_shards(self.mesh, self.trainer.plan.rules)
-        found = hosts.gathered(counts.tolist())
-        return np.sum([found[shards.index(shard)] for shard in set(shards)], axis=0)
+        result = hosts.gathered(counts.tolist())
+        return np.sum([result[shards.index(shard)] for shard in set(shards)], axis=0)
 
 
 def is_due(step: int, every: int, last: bool = False) -> bool:
@@ -248,7 +248,7 @@ def metrics_of(sums: list[EvalSums], layer_metrics: LayerMetrics = lambda stats:
 def with_tasks(metrics: Mapping[str, float], judged: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
     """Adds the metrics of tasks as "TASK/METRIC", or as "TASK/judged/METRIC" if that name is taken."""
     joined = dict(metrics)
-    for task, found in judged:
-        for name, value in found.items():
+    for task, result in judged:
+        for name, value in result.items():
             joined[f"{task}/judged/{name}" if f"{task}/{name}" in joined else f"{task}/{name}"] = value
     return joined

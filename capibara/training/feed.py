@@ -88,8 +88,8 @@ class BatchFeed:
             raise UserError(f"{name} has the arrays {sorted(batch)}, must have {sorted(self._spec)}")
         for key, (shape, dtype) in self._spec.items():
             if batch[key].shape != shape or batch[key].dtype != dtype:
-                found = f"{batch[key].dtype}{list(batch[key].shape)}"
-                raise UserError(f"{name} has {found} for {key!r}, must have {np.dtype(dtype)}{list(shape)}")
+                result = f"{batch[key].dtype}{list(batch[key].shape)}"
+                raise UserError(f"{name} has {result} for {key!r}, must have {np.dtype(dtype)}{list(shape)}")
 
     def state(self) -> dict[str, Any]:
         """The state of the data on all hosts, for a checkpoint; every process calls it."""
@@ -143,7 +143,7 @@ def each_task(trainer: Trainer) -> dict[str, Trainer]:
     if len(names) < 2:
         return {"": trainer}
     apart = (dataclasses.replace(dataset, mixture_or_task_name=name) for name in names)
-    return {name: dataclasses.replace(trainer, dataset=one) for name, one in zip(names, apart, strict=True)}
+    return {name: dataclasses.replace(trainer, dataset=item) for name, item in zip(names, apart, strict=True)}
 
 
 def validation_batches(trainer: Trainer) -> int | None:

@@ -192,8 +192,8 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
         return params if read.merged is None else run_folder.merger(own, target)(params)
     if read is not None:
         return read(target)
-    stored, made = _of_run(trainer, model, mesh, target)
-    return made(_pretrained(trainer, stored))
+    stored, created = _of_run(trainer, model, mesh, target)
+    return created(_pretrained(trainer, stored))
 
 
 def check_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None, target: TrainState) -> None:
@@ -245,14 +245,14 @@ def _of_run(trainer: Trainer, model: Model, mesh: Mesh, target: Params) -> tuple
     head = run_folder.head(_folder(trainer))
     if model.config.head is Head.SCORE and head is not Head.SCORE:
         model = api.with_head(model, head)
-        stored, made = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
+        stored, created = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
         # Its projection is not needed, and the scores begin anew.
-        return stored, lambda params: {name: value for name, value in made(params).items() if name != "output"}
+        return stored, lambda params: {name: value for name, value in created(params).items() if name != "output"}
     if model.config.value_head is not (has_values := run_folder.value_head(_folder(trainer))):
         model = api.with_value_head(model, has_values)
-        stored, made = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
+        stored, created = _of_run(trainer, model, mesh, _plain_target(trainer, model, mesh))
         # Values are for training alone, and begin anew where there are none.
-        return stored, lambda params: {name: value for name, value in made(params).items() if name != "critic"}
+        return stored, lambda params: {name: value for name, value in created(params).items() if name != "critic"}
     lora = run_folder.lora(_folder(trainer))
     if trainer.init_with is InitWith.ADAPTERS:
         if lora is None:

@@ -75,9 +75,9 @@ class Meter:
         """
         steps = self.steps = jax.device_get(self._pending)
         count = len(steps)
-        made = [s for s in steps if not s.get("skipped")] or steps
+        created = [s for s in steps if not s.get("skipped")] or steps
         weight = "pairs" if "pairs" in steps[-1] else "tokens"
-        total = sum(float(s[weight]) for s in made)
+        total = sum(float(s[weight]) for s in created)
         elapsed = time.perf_counter() - self._since
         of_parts = {name for name in steps[-1].keys() - {*self._means} if "/" in name}
         result = {name: float(value) for name, value in steps[-1].items() if name not in of_parts}
@@ -86,10 +86,10 @@ class Meter:
             if there:
                 result[name] = float(there[-1])
         for name in (name for name in self._means if name in result):
-            result[name] = sum(float(s[name]) * float(s[weight]) for s in made) / max(total, 1.0)
+            result[name] = sum(float(s[name]) * float(s[weight]) for s in created) / max(total, 1.0)
         if "learning_rate" in result:
-            result["learning_rate"] = float(made[-1]["learning_rate"])
-        result["grad_norm"] = sum(float(s["grad_norm"]) for s in made) / len(made)
+            result["learning_rate"] = float(created[-1]["learning_rate"])
+        result["grad_norm"] = sum(float(s["grad_norm"]) for s in created) / len(created)
         for name in _COUNTS & result.keys():
             result[name] = sum(float(s[name]) for s in steps)
         for name in {"tokens", weight}:

@@ -60,5 +60,5 @@ class Observers:
         """Ends the trace after its last step; writing it does not count as time of the steps."""
         if self.profiler.ends(step):
             with self.long_work("profile", "writing the profile", "save_s"):
-                if (found := self.profiler.end(step, metrics)) is not None:
-                    self.callbacks.on_profile(step, *found)
+                if (result := self.profiler.end(step, metrics)) is not None:
+                    self.callbacks.on_profile(step, *result)

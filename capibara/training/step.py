@@ -98,19 +98,19 @@ def _settled(
         metrics |= {"loss_scale": _kept(old.loss_scale).scale}
     if anomalies.keep_losses:
         window = _kept(old.losses)
-        spike, told = anomalies.spike(window, metrics["loss"])
+        spike, reported = anomalies.spike(window, metrics["loss"])
         guards.append(~spike)
         good = finite & ~spike & (metrics["tokens"] > 0)
         losses = anomalies.after(window, metrics["loss"], good)
-        metrics |= told
+        metrics |= reported
     if not guards:
         return new, metrics
-    made = functools.reduce(jnp.logical_and, guards)
+    created = functools.reduce(jnp.logical_and, guards)
     params, opt_state, ema = (
-        select(made, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")
+        select(created, getattr(new, name), getattr(old, name)) for name in ("params", "opt_state", "ema")
     )
     settled = TrainState(new.step, params, opt_state, ema, loss_scale, losses)
-    return settled, metrics | {"skipped": 1.0 - made.astype(jnp.float32)}
+    return settled, metrics | {"skipped": 1.0 - created.astype(jnp.float32)}
 
 
 def _kept(part: _T | None) -> _T:

@@ -75,7 +75,7 @@ def build(
     with Output(folder, KIND, dataclasses.asdict(settings), inputs) as output:
         if (manifest := output.done()) is not None:
             return manifest
-        logs = [one.path for one in inputs]
+        logs = [item.path for item in inputs]
         builder = _Builder(parts=output.parts, settings=settings, common=common_folder(logs))
         todo = [(number, path) for number, path in enumerate(logs) if not _is_done(output.parts, number)]
         done = len(logs) - len(todo)
@@ -150,10 +150,10 @@ class _Log:
 
     def _redacted(self, execution: Execution, counts: collections.Counter[str]) -> Run:
         """The execution without secrets: of it nothing else is used."""
-        found: collections.Counter[str] = collections.Counter()
+        result: collections.Counter[str] = collections.Counter()
         texts = [self._name, *reading.texts_of(execution)]
-        name, *clean = self._scope(execution.session).redact_texts(texts, found)
-        counts.update({f"redacted {kind}": count for kind, count in found.items()})
+        name, *clean = self._scope(execution.session).redact_texts(texts, result)
+        counts.update({f"redacted {kind}": count for kind, count in result.items()})
         run = analysed(reading.with_texts(execution, clean), f"{name}:{execution.line}")
         if execution.session is None or run.language.name != "python":
             return run

@@ -81,10 +81,10 @@ class ExecutionChats:
 def of_run(run: Run, settings: ExecutionChats) -> Iterator[dict[str, Json]]:
     """The conversations about one execution."""
     if run.execution.passed:
-        found = (_task(run), _explain(run, settings), _predict(run))
+        result = (_task(run), _explain(run, settings), _predict(run))
     else:
-        found = (_diagnose(run, settings), None, None)
-    for chat in found:
+        result = (_diagnose(run, settings), None, None)
+    for chat in result:
         if chat is not None and _is_wanted(chat, settings):
             yield chat
 
@@ -111,10 +111,10 @@ def _task(run: Run) -> dict[str, Json] | None:
 
 
 def _explain(run: Run, settings: ExecutionChats) -> dict[str, Json] | None:
-    found = explanations.of_code(run)
-    if len(found.sentences) < settings.min_sentences:
+    result = explanations.of_code(run)
+    if len(result.sentences) < settings.min_sentences:
         return None
-    return _chat(ChatKind.EXPLAIN, run, _fenced(run), found.text, _QUESTIONS["explain"])
+    return _chat(ChatKind.EXPLAIN, run, _fenced(run), result.text, _QUESTIONS["explain"])
 
 
 def _predict(run: Run) -> dict[str, Json] | None:
@@ -133,15 +133,15 @@ def _predict(run: Run) -> dict[str, Json] | None:
 
 def is_self_contained(code: str) -> bool:
     """Whether Python code defines or imports every name that it uses: no other cell must have run before."""
-    found = names.of_code(code)
-    return found is not None and found.used <= found.bound | names.KNOWN
+    result = names.of_code(code)
+    return result is not None and result.used <= result.bound | names.KNOWN
 
 
 def _diagnose(run: Run, settings: ExecutionChats) -> dict[str, Json] | None:
-    found = explanations.of_failure(run)
-    if len(found.sentences) < settings.min_sentences:
+    result = explanations.of_failure(run)
+    if len(result.sentences) < settings.min_sentences:
         return None
-    return _chat(ChatKind.DIAGNOSE, run, f"{_fenced(run)}\n\n{_error(run)}", found.text, _QUESTIONS["diagnose"])
+    return _chat(ChatKind.DIAGNOSE, run, f"{_fenced(run)}\n\n{_error(run)}", result.text, _QUESTIONS["diagnose"])
 
 
 def _error(run: Run) -> str:

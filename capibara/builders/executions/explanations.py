@@ -80,9 +80,9 @@ def of_code(run: Run) -> Explanation:
     """What code that passed defines, uses and shows; without sentences where nothing is known."""
     patterns, sentences = run.patterns, []
     functions = [name for name in patterns.functions if not name.startswith("__")]
-    for names, one, many in ((patterns.classes, "class", "classes"), (functions, "function", "functions")):
+    for names, item, many in ((patterns.classes, "class", "classes"), (functions, "function", "functions")):
         if names:
-            sentences.append(f"It defines the {one if len(names) == 1 else many} {_names(names)}.")
+            sentences.append(f"It defines the {item if len(names) == 1 else many} {_names(names)}.")
     if patterns.counts.get("recursion"):
         sentences.append("A function calls itself.")
     if patterns.imports:
@@ -137,8 +137,8 @@ def _agrees(name: str, traceback: str) -> bool:
     if not traceback.strip():
         return True
     last = name.rpartition(".")[2]
-    found = [match["name"].rpartition(".")[2] for match in _LAST.finditer(traceback)]
-    return last in found[-3:] if found else last in traceback
+    result = [match["name"].rpartition(".")[2] for match in _LAST.finditer(traceback)]
+    return last in result[-3:] if result else last in traceback
 
 
 def locate(execution: Execution) -> Location | None:
@@ -147,21 +147,21 @@ def locate(execution: Execution) -> Location | None:
     if failure is None or not failure.traceback:
         return None
     lines = execution.code.split("\n")
-    found: Location | None = None
+    result: Location | None = None
     for number, text in _named_lines(failure.traceback):
         if not 1 <= number <= len(lines) or not (own := lines[number - 1].strip()):
             continue
         if text is None or text.strip() == own:
-            found = Location(number, own)
-    return found
+            result = Location(number, own)
+    return result
 
 
 def _named_lines(traceback: str) -> list[tuple[int, str | None]]:
     """The line numbers of a traceback, with the text that it shows for each; None: it shows none."""
-    found: list[tuple[int, int, str | None]] = [
+    result: list[tuple[int, int, str | None]] = [
         (match.start(), int(match[1]), match[2]) for match in _ARROW.finditer(traceback)
     ]
-    if not found:
+    if not result:
         for match in _FRAME.finditer(traceback):
             number = int(match["line"] or match["cell"] or match["input"])
             begin = match.end() + 1
@@ -170,8 +170,8 @@ def _named_lines(traceback: str) -> list[tuple[int, str | None]]:
             is_shown = text.startswith("    ") and text.strip() != ""
             if not is_shown and match["file"] is not None and not _OWN_FILE.fullmatch(match["file"]):
                 continue  # a line of a library, whose number says nothing about this code
-            found.append((match.start(), number, text if is_shown else None))
-    return [(number, text) for _, number, text in sorted(found)]
+            result.append((match.start(), number, text if is_shown else None))
+    return [(number, text) for _, number, text in sorted(result)]
 
 
 class _Facts(NamedTuple):
@@ -297,9 +297,9 @@ def _cause(run: Run, name: str, message: str, location: Location | None) -> str 
     if len(message) > _SEARCHED:
         return None
     for error, pattern, supported in _CAUSES:
-        if error in ("", short) and (found := pattern.search(message)) is not None:
+        if error in ("", short) and (result := pattern.search(message)) is not None:
             line = location.text[:_SEARCHED] if location else ""
-            return supported(_Facts(found, line, run.execution.code, run))
+            return supported(_Facts(result, line, run.execution.code, run))
     return None
 
 

@@ -98,7 +98,7 @@ class ExecutionFilter:
         texts = [
             execution.stdout,
             execution.stderr,
-            *(text for one in execution.results for text in one.texts.values()),
+            *(text for result in execution.results for text in result.texts.values()),
         ]
         return "max_output_characters" if sum(map(len, texts)) > self.max_output_characters else None
 

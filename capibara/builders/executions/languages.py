@@ -187,4 +187,4 @@ def _found(name: str | None, source: Source, confidence: float, code: str) -> De
 
 def _evidence(code: str, language: str) -> int:
     """The weights of what is typical of a language, each counted up to three times."""
-    return sum(weight * min(3, sum(1 for _ in found.finditer(code))) for found, weight in _TYPICAL[language])
+    return sum(weight * min(3, sum(1 for _ in result.finditer(code))) for result, weight in _TYPICAL[language])

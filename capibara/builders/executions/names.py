@@ -47,10 +47,10 @@ def of_code(code: str) -> Names | None:
     while pending:
         table = pending.pop()
         pending += table.get_children()
-        for one in table.get_symbols():
-            if table is top or one.is_global():
-                used |= {one.get_name()} if one.is_referenced() else set()
-                bound |= {one.get_name()} if one.is_assigned() or one.is_imported() or one.is_namespace() else set()
+        for item in table.get_symbols():
+            if table is top or item.is_global():
+                used |= {item.get_name()} if item.is_referenced() else set()
+                bound |= {item.get_name()} if item.is_assigned() or item.is_imported() or item.is_namespace() else set()
     return Names(used=frozenset(used), bound=frozenset(bound), imported=imported)
 
 
@@ -60,12 +60,12 @@ def _imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import):
-            for one in node.names:
-                module = one.name.partition(".")[0]
-                yield one.asname or module, module
+            for name in node.names:
+                module = name.name.partition(".")[0]
+                yield name.asname or module, module
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             module = node.module.partition(".")[0]
-            yield from ((one.asname or one.name, module) for one in node.names if one.name != "*")
+            yield from ((item.asname or item.name, module) for item in node.names if item.name != "*")
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.expr)):
             pending += [*ast.iter_child_nodes(node)][::-1]
 
@@ -96,7 +96,7 @@ class EarlierImports:
         if names is None:
             return ()
         known = self._of(session)
-        found = {known[name] for name in names.used - names.bound if name in known}
+        result = {known[name] for name in names.used - names.bound if name in known}
         if error is None:
             for name in names.bound & known.keys():
                 del known[name]
@@ -104,11 +104,11 @@ class EarlierImports:
             for name, module in names.imported.items():
                 if len(known) < _MOST_NAMES or name in known:
                     known[name] = module
-        return tuple(sorted(found))
+        return tuple(sorted(result))
 
     def _of(self, session: str) -> dict[str, str]:
-        found = self._sessions.setdefault(session, {})
+        result = self._sessions.setdefault(session, {})
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._most:
             self._sessions.popitem(last=False)
-        return found
+        return result

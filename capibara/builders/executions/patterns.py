@@ -157,7 +157,7 @@ def extract(syntax: Syntax) -> Patterns:
         counts["iteration_method"] = sum(syntax.text(node) in _ITERATION for node in captured.get("name.method", ()))
     counts["magic"] = syntax.magics
     is_path = syntax.language == "javascript"
-    imports = dict.fromkeys(one if is_path else one.partition(".")[0] for one in names.get("import", ()))
+    imports = dict.fromkeys(item if is_path else item.partition(".")[0] for item in names.get("import", ()))
     return Patterns(
         counts={name: count for name, count in sorted(counts.items()) if count and not name.startswith(("name.", "_"))},
         functions=names.get("function", ())[:_MOST_NAMES],

@@ -122,7 +122,7 @@ class Execution:
     @property
     def value(self) -> str | None:
         """The text of the cell's value; None: it has none."""
-        main = [one for one in self.results if one.is_main and "text" in one.texts]
+        main = [result for result in self.results if result.is_main and "text" in result.texts]
         return main[-1].texts["text"] if main else None
 
 
@@ -134,7 +134,7 @@ def texts_of(execution: Execution) -> list[str]:
     texts = [getattr(execution, name) or "" for name in _FIELDS]
     if execution.failure is not None:
         texts += [execution.failure.name, execution.failure.value, execution.failure.traceback]
-    return texts + [text for one in execution.results for text in (*one.texts.values(), *one.formats)]
+    return texts + [text for result in execution.results for text in (*result.texts.values(), *result.formats)]
 
 
 def with_texts(execution: Execution, texts: Sequence[str]) -> Execution:
@@ -145,11 +145,11 @@ def with_texts(execution: Execution, texts: Sequence[str]) -> Execution:
         changed["failure"] = Failure(name=next(remaining), value=next(remaining), traceback=next(remaining))
     changed["results"] = tuple(
         dataclasses.replace(
-            one,
-            texts={name: next(remaining) for name in one.texts},
-            formats=tuple(next(remaining) for _ in one.formats),
+            result,
+            texts={name: next(remaining) for name in result.texts},
+            formats=tuple(next(remaining) for _ in result.formats),
         )
-        for one in execution.results
+        for result in execution.results
     )
     return dataclasses.replace(execution, **changed)
 
@@ -209,14 +209,14 @@ def of_record(value: Mapping[str, Json], path: str, line: int) -> Execution:
     for name in _NESTED:
         inner = _decoded(record.get(name))
         if isinstance(inner, Mapping) and any(key in inner for key in _OUTCOME):
-            record = {**{key: one for key, one in record.items() if key != name}, **inner}
+            record = {**{key: item for key, item in record.items() if key != name}, **inner}
             break
     code, command = _first(record, _CODE), _first(record, _COMMAND)
     if code is None and command is None:
         raise Malformed("it has no code (code or command)")
     if not any(key in record for key in _OUTCOME):
         raise Malformed(f"it has no outcome ({', '.join(_OUTCOME)})")
-    if not isinstance(found := command if code is None else code, str) or not found.strip():
+    if not isinstance(result := command if code is None else code, str) or not result.strip():
         raise Malformed("its code must be a text that is not empty")
     logs = _decoded(record.get("logs"))
     if logs is not None and not isinstance(logs, Mapping):
@@ -226,7 +226,7 @@ def of_record(value: Mapping[str, Json], path: str, line: int) -> Execution:
         path=path,
         line=line,
         form=Form.EXECUTION if code is not None else Form.COMMAND,
-        code=sessions.without_prompts(found.replace("\r\n", "\n")),
+        code=sessions.without_prompts(result.replace("\r\n", "\n")),
         language=_text(record, _LANGUAGE),
         stdout=_printed(streams.get("stdout"), "stdout"),
         stderr=_printed(streams.get("stderr"), "stderr"),
@@ -299,14 +299,14 @@ def _results(value: Json) -> tuple[Result, ...]:
     value = _decoded(value)
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise Malformed("results must be a list of objects")
-    found = [_result(one) for one in value if isinstance(one, Mapping)]
-    if not any(one.is_main for one in found):  # to_json omits it; the value is displayed last
-        with_text = [number for number, one in enumerate(found) if "text" in one.texts]
+    result = [_result(item) for item in value if isinstance(item, Mapping)]
+    if not any(item.is_main for item in result):  # to_json omits it; the value is displayed last
+        with_text = [number for number, item in enumerate(result) if "text" in item.texts]
         for number in with_text[-1:]:
-            found[number] = dataclasses.replace(found[number], is_main=True)
-    return tuple(found)
+            result[number] = dataclasses.replace(result[number], is_main=True)
+    return tuple(result)
 
 
 def _result(value: Mapping[str, Json]) -> Result:
@@ -356,15 +356,15 @@ def time_of(value: Json) -> float | None:
         return None
     if isinstance(value, str):
         try:
-            found = datetime.datetime.fromisoformat(value.strip())
+            result = datetime.datetime.fromisoformat(value.strip())
         except ValueError:
             try:
                 value = float(value)
             except ValueError:
                 return None
         else:
-            found = found if found.tzinfo else found.replace(tzinfo=datetime.UTC)
-            return found.timestamp()
+            result = result if result.tzinfo else result.replace(tzinfo=datetime.UTC)
+            return result.timestamp()
     if not isinstance(value, (int, float)) or not 0 <= value <= 1e9 * _SPAN[1]:
         return None
     for unit in (1.0, 1e3, 1e6, 1e9):

@@ -57,8 +57,8 @@ class Run:
             "stdout": execution.stdout,
             "stderr": execution.stderr,
             "results": [
-                {"texts": dict(one.texts), "formats": list(one.formats), "is_main": one.is_main}
-                for one in execution.results
+                {"texts": dict(result.texts), "formats": list(result.formats), "is_main": result.is_main}
+                for result in execution.results
             ],
             "error": None if failure is None else dataclasses.asdict(failure),
             "exit_code": execution.exit_code,
@@ -94,15 +94,15 @@ def analysed(execution: Execution, source: str) -> Run:
     language = languages.detect(execution.code, declared)
     execution = dataclasses.replace(execution, code=language.code)
     parsed = syntax.parse(language.code, language.name or "") if len(language.code) <= _MOST_PARSED else None
-    found = NO_PATTERNS
+    result = NO_PATTERNS
     if parsed is not None and parsed.error_share <= _MOST_WRONG:
-        found = patterns.extract(parsed)
+        result = patterns.extract(parsed)
     share = None if parsed is None else round(parsed.error_share, 6)
     return Run(
         execution=execution,
         source=source,
         language=language,
-        patterns=found,
+        patterns=result,
         error_share=share,
-        scores=scores.of(execution, language, found, share),
+        scores=scores.of(execution, language, result, share),
     )

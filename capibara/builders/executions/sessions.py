@@ -63,7 +63,7 @@ def without_prompts(code: str) -> str:
     """Code that was copied with its `>>>` prompts and results, without them; other code as it is."""
     if _PROMPT.match(code) is None:
         return code
-    return "\n".join(one.code for one in examples(code)) or code
+    return "\n".join(item.code for item in examples(code)) or code
 
 
 def _blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -89,7 +89,7 @@ def _blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 def _parsed(block: str) -> Iterator[tuple[int, str, str, str | None]]:
     while True:
         try:
-            found = _PARSER.get_examples(block)
+            result = _PARSER.get_examples(block)
             break
         except ValueError as error:  # "line 3 of the docstring for ...": what stands before it is right
             at = re.search(r"line (\d+) of", str(error))
@@ -97,14 +97,14 @@ def _parsed(block: str) -> Iterator[tuple[int, str, str, str | None]]:
             if not lines or len(lines) >= len(block.split("\n")):
                 return
             block = "\n".join(lines)
-    for one in found:
-        if not one.source.strip() or _ELLIPSIS.search(one.source):
+    for item in result:
+        if not item.source.strip() or _ELLIPSIS.search(item.source):
             continue  # its options say that the result is not as it stands there
-        yield one.lineno, one.source.rstrip("\n"), one.want, one.exc_msg
+        yield item.lineno, item.source.rstrip("\n"), item.want, item.exc_msg
 
 
 def _error(want: str, message: str) -> StatedError | None:
-    found = _MESSAGE.match(message.rstrip("\n"))
-    if found is None:
+    result = _MESSAGE.match(message.rstrip("\n"))
+    if result is None:
         return None
-    return StatedError(found["name"].rpartition(".")[2], found["value"] or "", want.rstrip("\n"))
+    return StatedError(result["name"].rpartition(".")[2], result["value"] or "", want.rstrip("\n"))

@@ -40,8 +40,8 @@ class Syntax:
     def captures(self, query: str) -> dict[str, list[tree_sitter.Node]]:
         """The nodes that a query of tree-sitter captures, by the name of the capture, in their order."""
         cursor = _compiled(self.language, query)
-        found = cursor.captures(self.root)
-        return {name: sorted(nodes, key=lambda node: node.start_byte) for name, nodes in found.items()}
+        result = cursor.captures(self.root)
+        return {name: sorted(nodes, key=lambda node: node.start_byte) for name, nodes in result.items()}
 
     def text(self, node: tree_sitter.Node) -> str:
         """The code of a node."""
@@ -58,7 +58,7 @@ def parse(code: str, language: str) -> Syntax | None:
         return None
     magics = 0
     if language == "python":
-        code, magics = _MAGIC.subn(lambda found: " " * len(found[0]), code)
+        code, magics = _MAGIC.subn(lambda result: " " * len(result[0]), code)
     source = code.encode("utf-8", "replace")
     root = _parser(language).parse(source).root_node
     size = len(b"".join(source.split()))
@@ -69,7 +69,7 @@ def parse(code: str, language: str) -> Syntax | None:
 
 def without_magics(code: str) -> str:
     """Python code with `pass` for lines of IPython's own, such as `%matplotlib inline`, so that Python itself parses it."""
-    return _MAGIC.sub(lambda found: f"{found[0][: -len(found[0].lstrip())]}pass", code)
+    return _MAGIC.sub(lambda result: f"{result[0][: -len(result[0].lstrip())]}pass", code)
 
 
 def _errors(root: tree_sitter.Node, source: bytes) -> Iterator[int]:

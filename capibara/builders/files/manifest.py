@@ -69,13 +69,13 @@ class Manifest:
         problems: Problems | None = None,
     ) -> Manifest:
         """The manifest of whole parts, with their counts and problems added to the builder's own, and the counts of the input."""
-        total, found = collections.Counter(counts or {}), Problems()
-        found.merge(problems or Problems())
+        total, result = collections.Counter(counts or {}), Problems()
+        result.merge(problems or Problems())
         for part in parts:
             total.update(part.counts)
-            found.merge(part.problems)
-        total.update(files=len(inputs), file_bytes=sum(one.bytes for one in inputs))
-        total.update(files_left_out=found.left_out, skipped=found.total - found.left_out)
+            result.merge(part.problems)
+        total.update(files=len(inputs), file_bytes=sum(item.bytes for item in inputs))
+        total.update(files_left_out=result.left_out, skipped=result.total - result.left_out)
         return cls(
             kind=kind,
             version=capibara.__version__,
@@ -83,7 +83,7 @@ class Manifest:
             inputs=inputs,
             files=tuple(part.file for part in parts),
             counts=dict(sorted(total.items())),
-            problems=found,
+            problems=result,
             fingerprint=fingerprints.of_files({part.file.name: part.file.sha256 for part in parts}),
         )
 
@@ -95,8 +95,8 @@ class Manifest:
             "version": self.version,
             "fingerprint": self.fingerprint,
             "config": dict(self.config),
-            "inputs": [dataclasses.asdict(one) for one in self.inputs],
-            "files": [dataclasses.asdict(one) for one in self.files],
+            "inputs": [dataclasses.asdict(item) for item in self.inputs],
+            "files": [dataclasses.asdict(file) for file in self.files],
             "counts": dict(self.counts),
             "problems": self.problems.as_json(),
         }
@@ -110,21 +110,23 @@ def read_manifest(folder: str) -> Manifest:
     """
     path = os.path.join(folder, MANIFEST)
     try:
-        found = limits.read_json(path)
+        result = limits.read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: the build did not finish, run it again") from None
-    if found.get("format") != VERSION:
-        raise UserError(f"{path} has format {limits.shortened(found.get('format'))}, must be {VERSION}: build it again")
+    if result.get("format") != VERSION:
+        raise UserError(
+            f"{path} has format {limits.shortened(result.get('format'))}, must be {VERSION}: build it again"
+        )
     try:
         return Manifest(
-            kind=str(found["kind"]),
-            version=str(found["version"]),
-            config=dict(found["config"]),
-            inputs=tuple(Input(**one) for one in found["inputs"]),
-            files=tuple(File(**one) for one in found["files"]),
-            counts={str(name): int(count) for name, count in found["counts"].items()},
-            problems=Problems.from_json(found["problems"]),
-            fingerprint=str(found["fingerprint"]),
+            kind=str(result["kind"]),
+            version=str(result["version"]),
+            config=dict(result["config"]),
+            inputs=tuple(Input(**item) for item in result["inputs"]),
+            files=tuple(File(**item) for item in result["files"]),
+            counts={str(name): int(count) for name, count in result["counts"].items()},
+            problems=Problems.from_json(result["problems"]),
+            fingerprint=str(result["fingerprint"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path} is no manifest ({limits.cause(error)}): build it again") from None

@@ -105,7 +105,7 @@ class Problems:
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads: the counts, and the first problems of each kind."""
-        first = [{"path": one.path, "line": one.line, "kind": one.kind, "message": one.message} for one in self]
+        first = [{"path": item.path, "line": item.line, "kind": item.kind, "message": item.message} for item in self]
         return {"total": self.total, "counts": self.counts, "first": first}
 
     @classmethod
@@ -115,15 +115,15 @@ class Problems:
         Raises:
           UserError: the value has another form.
         """
-        found = cls()
+        result = cls()
         try:
-            found._counts = {str(kind): int(count) for kind, count in value["counts"].items()}
-            for one in value["first"]:
-                problem = Problem(str(one["path"]), int(one["line"]), str(one["kind"]), str(one["message"]))
-                bisect.insort(found._first.setdefault(problem.kind, []), problem)
+            result._counts = {str(kind): int(count) for kind, count in value["counts"].items()}
+            for item in value["first"]:
+                problem = Problem(str(item["path"]), int(item["line"]), str(item["kind"]), str(item["message"]))
+                bisect.insort(result._first.setdefault(problem.kind, []), problem)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UserError("the problems must have counts and first, as a manifest has them: build it again") from None
-        return found
+        return result
 
     def text(self) -> str:
         """Lines for the user: the counts, then the first problems of each kind; "" if there are none."""
@@ -133,7 +133,7 @@ class Problems:
         lines = [f"skipped {self.total:,} {'piece' if self.total == 1 else 'pieces'} of input: {counts}"]
         for kind, count in self.counts.items():
             shown = self._first.get(kind, [])
-            lines += [f"  {one}" for one in shown]
+            lines += [f"  {item}" for item in shown]
             lines += [f"  ... and {count - len(shown):,} more that are {kind}"] if count > len(shown) else []
         return "\n".join(lines)
 
@@ -142,4 +142,4 @@ def printable(text: str) -> str:
     """The text without characters that break a line or cannot be written in UTF-8."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(item if item.isprintable() else item.encode("unicode_escape").decode() for item in text)

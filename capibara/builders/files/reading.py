@@ -213,13 +213,13 @@ def _of_lines(path: str, problems: Problems, most: int) -> Iterator[Record]:
 
 
 def _of_document(path: str, problems: Problems, most: int) -> Iterator[Record]:
-    found = Problems()
-    content = _whole(path, found)
+    result = Problems()
+    content = _whole(path, result)
     if content is None:
-        if found.counts.get(Kind.TOO_LARGE) and _first_line_is_an_object(path):
+        if result.counts.get(Kind.TOO_LARGE) and _first_line_is_an_object(path):
             yield from _of_lines(path, problems, most)
         else:
-            problems.merge(found)
+            problems.merge(result)
         return
     try:
         value = limits.parse_json(content)
@@ -244,8 +244,8 @@ def _is_document(path: str) -> bool:
 
 def _first_line_is_an_object(path: str) -> bool:
     """Whether a .json file has JSON lines: its first line is an object, and there is another line."""
-    found = (content for _, content, _ in _raw_lines(path, Problems(), limits.LINE_BYTES) if content.strip())
-    first, second = next(found, None), next(found, None)
+    result = (content for _, content, _ in _raw_lines(path, Problems(), limits.LINE_BYTES) if content.strip())
+    first, second = next(result, None), next(result, None)
     if first is None or second is None:
         return False
     try:
@@ -294,13 +294,13 @@ def _raw_lines(
 
     The last line of a file that is cut short or corrupted is not yielded; without `has_empty` few of the empty ones are.
     """
-    begun: list[bytes] = []
+    started: list[bytes] = []
     number, size = 0, 0  # begun: the blocks of an unfinished line, none if it is too long; size: its bytes
-    found = Problems()
-    for block in _blocks(path, found, lambda: number + 1):
+    result = Problems()
+    for block in _blocks(path, result, lambda: number + 1):
         head, *rest = block.split(b"\n")
         size += len(head)
-        begun = [*begun, head] if size <= most else []
+        started = [*started, head] if size <= most else []
         if not rest:
             continue
         *middle, last = rest
@@ -308,19 +308,19 @@ def _raw_lines(
         if size > most:
             problems.add(path, number, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
         else:
-            yield number, b"".join(begun).removeprefix(_BOM).removesuffix(b"\r"), True
+            yield number, b"".join(started).removeprefix(_BOM).removesuffix(b"\r"), True
         for line in middle:
             number += 1
             if len(line) > most:
                 problems.add(path, number, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
             elif line or has_empty:
                 yield number, line.removeprefix(_BOM).removesuffix(b"\r"), True
-        begun, size = [last], len(last)
-    problems.merge(found)
+        started, size = [last], len(last)
+    problems.merge(result)
     if size > most:
         problems.add(path, number + 1, Kind.TOO_LONG, f"more than {most:,} bytes: split the line")
-    elif size and not found:
-        yield number + 1, b"".join(begun).removeprefix(_BOM).removesuffix(b"\r"), False
+    elif size and not result:
+        yield number + 1, b"".join(started).removeprefix(_BOM).removesuffix(b"\r"), False
 
 
 def _blocks(path: str, problems: Problems, line: Callable[[], int]) -> Iterator[bytes]:

@@ -48,13 +48,13 @@ class Chain:
         above, inner = os.path.split(os.path.dirname(path))
         if inner == _CHECKPOINTS:
             outputs.own(above, os.path.join(inner, os.path.basename(path)))
-        found = _document(path)
-        if found is not None and "step" in found:
-            return self._step(path, found)
-        if found is not None and "fingerprint" in found:
+        result = _document(path)
+        if result is not None and "step" in result:
+            return self._step(path, result)
+        if result is not None and "fingerprint" in result:
             return self._sources.dataset(path)
-        if found is not None and "steps" in found or exists(os.path.join(path, _CHECKPOINTS)):
-            return self._run(path, found or {})
+        if result is not None and "steps" in result or exists(os.path.join(path, _CHECKPOINTS)):
+            return self._run(path, result or {})
         if stores.of(path).has_local_paths and os.path.isfile(path):
             about = fingerprints.hash_file(path)
             return self._sources.file(path, about.bytes, about.sha256, {"bytes": about.bytes})
@@ -87,7 +87,7 @@ class Chain:
         state = State.CHANGED if notes else State.WHOLE
         if not isinstance(about.get("datasets"), list):
             notes = (*notes, "its version of capibara recorded no data sets")
-        parents = [node for one in datasets_of(found) for node in self._seen(one)]
+        parents = [node for item in datasets_of(found) for node in self._seen(item)]
         if (pretrained := self._pretrained(path, about.get("config"))) is not None:
             parents.append(pretrained)
         return Node(
@@ -154,24 +154,24 @@ def newest_step(run: str) -> tuple[str, dict[str, Any]] | None:
 def datasets_of(step: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What a checkpoint step's manifest says of the data that its run saw (see data.sources.provenance)."""
     about = step.get("about")
-    found = about.get("datasets") if isinstance(about, dict) else None
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    result = about.get("datasets") if isinstance(about, dict) else None
+    return [item for item in result if isinstance(item, dict)] if isinstance(result, list) else []
 
 
 def _steps(run: Mapping[str, Any]) -> list[int]:
     """The steps that a run folder's manifest records, oldest first."""
-    found = run.get("steps")
-    return sorted(step for step in found if type(step) is int) if isinstance(found, list) else []
+    result = run.get("steps")
+    return sorted(step for step in result if type(step) is int) if isinstance(result, list) else []
 
 
 def _document(folder: str, name: str = manifests.MANIFEST) -> dict[str, Any] | None:
     """The JSON object in a folder's own file; None: there is none, or it is something else, or a link elsewhere."""
     try:
         text = outputs.read_own(folder, name, _STEP_BYTES)
-        found = None if text is None else limits.parse_json(text, values=_STEP_VALUES, finite=False)
+        result = None if text is None else limits.parse_json(text, values=_STEP_VALUES, finite=False)
     except (UserError, ValueError, limits.Refused):
         return None
-    return found if isinstance(found, dict) else None
+    return result if isinstance(result, dict) else None
 
 
 def _is_folder(path: str) -> bool:
@@ -180,7 +180,7 @@ def _is_folder(path: str) -> bool:
 
 def _files_wrong(folder: str, files: object) -> tuple[str, ...]:
     """What is wrong with the sizes of a step's files; `capibara convert verify` compares their hashes."""
-    found = []
+    result = []
     for file in files if isinstance(files, list) else []:
         try:
             step = file.get("step")
@@ -188,12 +188,12 @@ def _files_wrong(folder: str, files: object) -> tuple[str, ...]:
                 folder if step is None else os.path.join(os.path.dirname(folder), str(step)), file["path"]
             )
             if stores.of(path).size(path) != file["size"]:
-                found.append(f"{file['path']} has another size")
+                result.append(f"{file['path']} has another size")
         except (FileNotFoundError, NotADirectoryError):
-            found.append(f"{file['path']} is missing")
+            result.append(f"{file['path']} is missing")
         except (KeyError, TypeError, AttributeError, ValueError):
-            found.append(f"{manifests.MANIFEST} has changed")
-    return tuple(found[:_SHOWN])
+            result.append(f"{manifests.MANIFEST} has changed")
+    return tuple(result[:_SHOWN])
 
 
 def _unique(nodes: list[Node]) -> Iterator[Node]:

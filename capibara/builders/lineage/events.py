@@ -113,8 +113,8 @@ def event(run: Run, state: str, outputs: Sequence[Dataset] = (), error: str | No
         producer=_producer(),
         run=event_v2.Run(run.id, _produced(facets)),
         job=event_v2.Job(os.environ.get("OPENLINEAGE_NAMESPACE") or _JOBS, run.job, _produced({"jobType": job_type})),
-        inputs=[_input(one) for one in _grouped(run.inputs)],
-        outputs=[_output(one) for one in outputs],
+        inputs=[_input(item) for item in _grouped(run.inputs)],
+        outputs=[_output(output) for output in outputs],
     )
 
 
@@ -164,15 +164,15 @@ def _grouped(inputs: Sequence[Dataset]) -> list[Dataset]:
     if len(inputs) <= _MOST_FILES:
         return list(inputs)
     folders: dict[str, list[Dataset]] = {}
-    for one in inputs:
-        folders.setdefault(os.path.dirname(one.path), []).append(one)
+    for item in inputs:
+        folders.setdefault(os.path.dirname(item.path), []).append(item)
     if len(folders) > _MOST_FILES:
         folders = {os.path.commonpath(list(folders)): list(inputs)}
     return [
         Dataset(
             path=folder,
-            version=fingerprints.of_files({os.path.relpath(one.path, folder): one.version or "" for one in files}),
-            bytes=sum(one.bytes or 0 for one in files),
+            version=fingerprints.of_files({os.path.relpath(file.path, folder): file.version or "" for file in files}),
+            bytes=sum(file.bytes or 0 for file in files),
             files=len(files),
         )
         for folder, files in sorted(folders.items())
@@ -217,9 +217,9 @@ def _run_facets(config: Mapping[str, Any], upstream: Sequence[Upstream]) -> dict
         facets["jobDependencies"] = dependencies.JobDependenciesRunFacet(
             [
                 dependencies.JobDependency(
-                    dependencies.JobIdentifier(one.namespace, one.job), dependencies.RunIdentifier(one.run)
+                    dependencies.JobIdentifier(item.namespace, item.job), dependencies.RunIdentifier(item.run)
                 )
-                for one in upstream
+                for item in upstream
             ]
         )
     if (parent := _parent()) is not None:

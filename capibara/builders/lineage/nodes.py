@@ -69,7 +69,7 @@ class Node:
     @property
     def is_unchanged(self) -> bool:
         """Whether no node of the chain has changed or is missing."""
-        return not any(one.state in (State.CHANGED, State.MISSING) for one in self.all())
+        return not any(item.state in (State.CHANGED, State.MISSING) for item in self.all())
 
     def as_json(self) -> dict[str, Any]:
         """A JSON object of this node and all behind it."""
@@ -90,8 +90,8 @@ class Node:
         lines = [f"{indent}{printable(f'{self.kind} {self.path}{digest}: {self.state}{facts}')}"]
         inner = f"{indent}  "
         lines += [f"{inner}! {printable(note)}" for note in self.notes]
-        files = [one for one in self.parents if one.kind is Kind.FILE and one.state is State.WHOLE]
-        hidden = {id(one) for one in files[_SHOWN:]}
+        files = [item for item in self.parents if item.kind is Kind.FILE and item.state is State.WHOLE]
+        hidden = {id(item) for item in files[_SHOWN:]}
         lines += [parent.text(inner) for parent in self.parents if id(parent) not in hidden]
         lines += [f"{inner}and {len(hidden):,} more files, all unchanged"] if hidden else []
         return "\n".join(lines)

@@ -134,9 +134,9 @@ def build(folder: str, kind: str, config: Mapping[str, Any], inputs: Sequence[In
       UserError: see `Recorder`; or the folder cannot be written.
     """
     recorder = Recorder(folder, f"prepare.{kind}", config)
-    sizes, hashes = {one.path: one.bytes for one in inputs}, {one.path: one.sha256 for one in inputs}
+    sizes, hashes = {item.path: item.bytes for item in inputs}, {item.path: item.sha256 for item in inputs}
     absolute = [
-        Dataset(path=stores.of(one.path).absolute(one.path), version=one.sha256, bytes=one.bytes) for one in inputs
+        Dataset(path=stores.of(item.path).absolute(item.path), version=item.sha256, bytes=item.bytes) for item in inputs
     ]
     recorder.start(absolute, history.upstream_of_files(sizes, hashes))
     return recorder
@@ -181,9 +181,9 @@ def _mend(path: str) -> None:
         while end:
             begin = max(0, end - limits.MIB)
             file.seek(begin)
-            found = file.read(end - begin).rfind(b"\n")
-            if found >= 0:
-                end = begin + found + 1
+            result = file.read(end - begin).rfind(b"\n")
+            if result >= 0:
+                end = begin + result + 1
                 break
             end = begin
         if end != size:

@@ -32,11 +32,11 @@ class Sources:
 
     def expected(self, folder: str, fingerprint: str) -> Node:
         """A data set that something was made of when it had this fingerprint."""
-        found = self.dataset(folder)
-        if found.digest == fingerprint or found.state is State.MISSING:
-            return dataclasses.replace(found, digest=fingerprint)
+        result = self.dataset(folder)
+        if result.digest == fingerprint or result.state is State.MISSING:
+            return dataclasses.replace(result, digest=fingerprint)
         note = f"it was used with the fingerprint {fingerprint[:DIGITS]}, and was built again since"
-        return dataclasses.replace(found, state=State.CHANGED, notes=(note, *found.notes))
+        return dataclasses.replace(result, state=State.CHANGED, notes=(note, *result.notes))
 
     def dataset(self, folder: str) -> Node:
         """The output folder of a builder, as it is now."""
@@ -58,14 +58,14 @@ class Sources:
         if fingerprints.of_files({file.name: file.sha256 for file in manifest.files}) != manifest.fingerprint:
             notes.append(f"{manifests.MANIFEST} has changed")
         state = State.CHANGED if notes else max((state for _, state in checked), key=_rank, default=State.WHOLE)
-        made = history.maker(folder, manifest.fingerprint)
+        created = history.maker(folder, manifest.fingerprint)
         records = sum(file.records for file in manifest.files)
-        facts = {"built by": f"prepare {manifest.kind}", "records": records, **_made(manifest.version, made)}
+        facts = {"built by": f"prepare {manifest.kind}", "records": records, **_made(manifest.version, created)}
         if folder in self._open:
             return Node(kind=Kind.DATASET, path=folder, digest=manifest.fingerprint, state=state, facts=facts)
         self._open.add(folder)
         try:
-            parents = tuple(self._sources(folder, manifest, made))
+            parents = tuple(self._sources(folder, manifest, created))
         finally:
             self._open.discard(folder)
         return Node(
@@ -81,16 +81,16 @@ class Sources:
     def _sources(self, folder: str, manifest: manifests.Manifest, made: Mapping[str, Any] | None) -> Iterator[Node]:
         """What a data set was built from: files, and the data sets that they belong to."""
         where = _working_directory(made)
-        paths = {os.path.normpath(os.path.join(where, one.path)): one for one in manifest.inputs}
+        paths = {os.path.normpath(os.path.join(where, entry.path)): entry for entry in manifest.inputs}
         sets = provenance.of_files(
-            {path: one.bytes for path, one in paths.items()}, {path: one.sha256 for path, one in paths.items()}
+            {path: entry.bytes for path, entry in paths.items()}, {path: entry.sha256 for path, entry in paths.items()}
         )
         inside: set[str] = set()
-        for one in sets:
-            if "kind" in one and one["path"] != folder:
-                own = {(file.name, file.sha256) for file in manifests.read_manifest(one["path"]).files}
-                inside |= {path for path in paths if (os.path.relpath(path, one["path"]), paths[path].sha256) in own}
-                yield self.expected(one["path"], one["fingerprint"])
+        for item in sets:
+            if "kind" in item and item["path"] != folder:
+                own = {(file.name, file.sha256) for file in manifests.read_manifest(item["path"]).files}
+                inside |= {path for path in paths if (os.path.relpath(path, item["path"]), paths[path].sha256) in own}
+                yield self.expected(item["path"], item["fingerprint"])
         for path, recorded in paths.items():
             if path not in inside:
                 state = self._state(path, recorded.bytes, recorded.sha256)
@@ -103,7 +103,7 @@ class Sources:
         if size is not None and digest is not None:
             sets = provenance.of_files({path: size}, {path: digest})
             parents = tuple(
-                self.dataset(one["path"]) for one in sets if "kind" in one and one["path"] not in self._open
+                self.dataset(item["path"]) for item in sets if "kind" in item and item["path"] not in self._open
             )
         return Node(kind=Kind.FILE, path=path, digest=digest, state=state, facts=facts, parents=parents)
 
@@ -149,15 +149,15 @@ def _made(version: str, made: Mapping[str, Any] | None) -> dict[str, str | int]:
 
 def _working_directory(made: Mapping[str, Any] | None) -> str:
     """Where relative paths of a build lead; without its events, where this program runs."""
-    found = {} if made is None else _facet(made, "capibara_folder")
-    return str(found.get("workingDirectory") or os.getcwd())
+    result = {} if made is None else _facet(made, "capibara_folder")
+    return str(result.get("workingDirectory") or os.getcwd())
 
 
 def _facet(event: Mapping[str, Any], name: str) -> dict[str, Any]:
     run = event.get("run")
     facets = run.get("facets") if isinstance(run, dict) else None
-    found = facets.get(name) if isinstance(facets, dict) else None
-    return found if isinstance(found, dict) else {}
+    result = facets.get(name) if isinstance(facets, dict) else None
+    return result if isinstance(result, dict) else {}
 
 
 def _is(state: State) -> str:

@@ -53,10 +53,10 @@ def is_agent(value: Mapping[str, Json]) -> bool:
 def name_of(value: Mapping[str, Json]) -> str | None:
     """The agent that a JSON object names; None: none."""
     for key in _NAMES:
-        if isinstance(found := value.get(key), str) and found.strip():
-            return found.strip()
-        if isinstance(found, int) and not isinstance(found, bool):
-            return str(found)
+        if isinstance(result := value.get(key), str) and result.strip():
+            return result.strip()
+        if isinstance(result, int) and not isinstance(result, bool):
+            return str(result)
     return None
 
 
@@ -98,13 +98,13 @@ def is_file_name(text: str) -> bool:
 
 
 def _number(value: Mapping[str, Json], field: str) -> float | None:
-    found = next((value[key] for key in _FIELDS[field] if value.get(key) is not None), None)
-    if found is None:
+    result = next((value[key] for key in _FIELDS[field] if value.get(key) is not None), None)
+    if result is None:
         return None
-    if not _is_number(found):
+    if not _is_number(result):
         raise ValueError(f"an agent whose {field} is no number of 0 or more")
-    assert isinstance(found, (int, float))
-    return float(found)
+    assert isinstance(result, (int, float))
+    return float(result)
 
 
 def _is_number(value: Json) -> bool:
@@ -129,4 +129,4 @@ def _expertise(value: Json) -> dict[str, float]:
 
 
 def _are_texts(values: list[Json]) -> bool:
-    return all(isinstance(one, str) for one in values)
+    return all(isinstance(value, str) for value in values)

@@ -85,43 +85,43 @@ def build(
         if (manifest := output.done()) is not None:
             return manifest
         _read(inputs, output.scratch, settings.redaction, num_workers, progress)
-        counts, found = collections.Counter[str](), Problems()
-        found.merge(problems or Problems())
+        counts, result = collections.Counter[str](), Problems()
+        result.merge(problems or Problems())
         for name in (name for number in range(len(inputs)) for name in _names(number)):
             if (part := output.scratch.done(name)) is not None:
                 counts.update(part.counts)
-                found.merge(part.problems)
+                result.merge(part.problems)
         domains = _entries(output.scratch, inputs, settings, counts)
         _write(output, domains, settings, counts)
-        return output.finish({name: count for name, count in counts.items() if count}, found)
+        return output.finish({name: count for name, count in counts.items() if count}, result)
 
 
 def _write(
     output: Output, domains: Mapping[str, list[Entry]], settings: Playbooks, counts: collections.Counter[str]
 ) -> None:
     """Writes the files of all domains, and their statistics."""
-    found: dict[str, Json] = {}
+    result: dict[str, Json] = {}
     for domain, entries in sorted(domains.items()):
-        kept, about = selection.select(entries, domain, settings.merging, settings.bullets, settings.ranking)
+        retained, about = selection.select(entries, domain, settings.merging, settings.bullets, settings.ranking)
         name = _file_name(domain)
         with output.part(f"playbooks/{name}.md") as part:
-            for line in text.written(selection.playbook_order(kept)):
+            for line in text.written(selection.playbook_order(retained)):
                 part.write(f"{line}\n".encode())
-            part.records = len(kept)
+            part.records = len(retained)
         with output.part(f"bullets/{name}.jsonl") as part:
-            for one in kept:
-                part.write_record(one.as_json())
+            for item in retained:
+                part.write_record(item.as_json())
         with output.part(f"chats/{name}.jsonl") as part:
-            for chat in chats.of_domain(kept, settings.chats):
+            for chat in chats.of_domain(retained, settings.chats):
                 part.write_record(chat)
                 about.conversations[str(chat["kind"])] += 1
-        found[domain] = about.as_json(kept)
-        counts.update({"bullets": len(kept), "bullets merged": about.merged, "domains": 1})
+        result[domain] = about.as_json(retained)
+        counts.update({"bullets": len(retained), "bullets merged": about.merged, "domains": 1})
         counts.update({f"excluded by {reason}": count for reason, count in about.excluded.items()})
         counts.update({f"conversations {kind}": count for kind, count in about.conversations.items()})
         counts["conversations"] += about.conversations.total()
     with output.part("statistics.json") as part:
-        part.write(json.dumps({"domains": found}, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n")
+        part.write(json.dumps({"domains": result}, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n")
         part.records = 1
 
 
@@ -151,7 +151,7 @@ def _read(
     progress: Callable[[int, int], None],
 ) -> None:
     """Writes what every file has, redacted; files that an earlier run has read are kept."""
-    paths = [one.path for one in inputs]
+    paths = [item.path for item in inputs]
     reader = _Reader(parts=scratch, redaction=redaction, common=common_folder(paths))
     todo = [(i, path) for i, path in enumerate(paths) if any(scratch.done(name) is None for name in _names(i))]
     done = itertools.count(len(paths) - len(todo) + 1)
@@ -174,11 +174,11 @@ class _Reader:
         name, plain = os.path.relpath(os.path.abspath(path), self.common), packed.plain_name(path)
         keys = [_key("file", plain), _key("agent", os.path.splitext(plain)[0])]
         with self.parts.write(agents_name) as agents, self.parts.write(bullets_name) as bullets:
-            found = reading.read(path, bullets.problems, bullets.counts)
+            result = reading.read(path, bullets.problems, bullets.counts)
             scope = self.redaction.scope()
-            while batch := list(itertools.islice(found, _AT_ONCE)):
+            while batch := list(itertools.islice(result, _AT_ONCE)):
                 redacted: collections.Counter[str] = collections.Counter()
-                texts = iter(scope.redact_texts([name, *(one for item in batch for one in _texts(item))], redacted))
+                texts = iter(scope.redact_texts([name, *(entry for item in batch for entry in _texts(item))], redacted))
                 shown = next(texts)
                 bullets.counts.update({f"redacted {kind}": count for kind, count in redacted.items()})
                 for item in batch:
@@ -245,16 +245,16 @@ def _records(scratch: Parts, name: str) -> Iterator[dict[str, Json]]:
 
 def _agents(scratch: Parts, count: int) -> dict[str, Agent]:
     """The agents by the keys of their names and files; of several records of one, the one with most interactions."""
-    found: dict[str, Agent] = {}
+    result: dict[str, Agent] = {}
     for number in range(count):
         for record in _records(scratch, _names(number)[0]):
             keys = record.pop("keys")
             agent = Agent(**record)  # type: ignore[arg-type]  # the record is one of ours
             for key in keys:  # type: ignore[union-attr]  # the record is one of ours
-                known = found.get(str(key))
+                known = result.get(str(key))
                 if known is None or (agent.interactions or 0) > (known.interactions or 0):
-                    found[str(key)] = agent
-    return found
+                    result[str(key)] = agent
+    return result
 
 
 def _entries(
@@ -271,8 +271,8 @@ def _entries(
     entries: list[Entry] = []
     states: dict[tuple[str, str, str], int] = {}
     used: set[str] = set()
-    for number, one in enumerate(inputs):
-        if one.sha256 in used:
+    for number, item in enumerate(inputs):
+        if item.sha256 in used:
             counts["copies of files"] += 1
             counts["bullets in copies of files"] += sum(1 for _ in _records(scratch, _names(number)[1]))
             continue
@@ -284,7 +284,7 @@ def _entries(
             if (reason := of_unknown if key is None else rejected[key]) is not None:
                 counts[f"excluded by agent {reason}"] += 1
                 continue
-            used.add(one.sha256)
+            used.add(item.sha256)
             owner = key or (str(keys[0]) if bullet.agent else None)  # type: ignore[index]  # the record is one of ours
             entry = Entry(
                 bullet=dataclasses.replace(bullet, domain=settings.ranking.domain(bullet, agent)),

@@ -74,7 +74,7 @@ def domain_name(value: str) -> str:
 
 def one_line(text: str) -> str:
     """The text with single spaces, without characters that do not print."""
-    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    return " ".join("".join(item if item.isprintable() else " " for item in text).split())
 
 
 def unnumbered(content: str) -> str:

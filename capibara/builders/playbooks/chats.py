@@ -99,24 +99,24 @@ def of_domain(ranked: Sequence[Ranked], settings: PlaybookChats) -> Iterator[dic
 
 def _all(ranked: Sequence[Ranked], settings: PlaybookChats) -> Iterator[dict[str, Json]]:
     """All conversations; one about a section comes when its last bullet does."""
-    ranked = [one for one in ranked if one.quality >= settings.min_quality]
-    frequency = collections.Counter(word for one in ranked for word in _words(one.bullet))
+    ranked = [entry for entry in ranked if entry.quality >= settings.min_quality]
+    frequency = collections.Counter(word for entry in ranked for word in _words(entry.bullet))
     groups: dict[str, list[Ranked]] = collections.defaultdict(list)
-    begun: set[str] = set()
-    for one in ranked:
-        if (asked := question(one.bullet)) is not None:
-            yield _chat(ChatKind.ADVICE, [one], asked, one.bullet.content)
-        if 2 <= len(one.texts) <= _MOST_MERGED:
-            yield _merge(one)
-        group = groups[one.bullet.section]
-        group.append(one)
+    started: set[str] = set()
+    for item in ranked:
+        if (asked := question(item.bullet)) is not None:
+            yield _chat(ChatKind.ADVICE, [item], asked, item.bullet.content)
+        if 2 <= len(item.texts) <= _MOST_MERGED:
+            yield _merge(item)
+        group = groups[item.bullet.section]
+        group.append(item)
         if len(group) == settings.bullets:
-            yield _section(group, frequency if one.bullet.section in begun else None)
-            begun.add(one.bullet.section)
+            yield _section(group, frequency if item.bullet.section in started else None)
+            started.add(item.bullet.section)
             group.clear()
     for section, group in sorted(groups.items()):
         if group:
-            yield _section(group, frequency if section in begun else None)
+            yield _section(group, frequency if section in started else None)
 
 
 def _words(bullet: Bullet) -> set[str]:
@@ -125,12 +125,12 @@ def _words(bullet: Bullet) -> set[str]:
 
 def question(bullet: Bullet) -> str | None:
     """What a user would ask to get this advice, in the bullet's own words; None: it does not say."""
-    if (found := _TITLE.match(bullet.content)) is not None:
-        return _chosen("title", bullet.content).format(found["title"].strip())
-    if (found := _CONDITION.match(bullet.content)) is None:
+    if (result := _TITLE.match(bullet.content)) is not None:
+        return _chosen("title", bullet.content).format(result["title"].strip())
+    if (result := _CONDITION.match(bullet.content)) is None:
         code = _CODE.search(bullet.content)
         return None if code is None else _chosen("title", bullet.content).format(f"`{code['code'].strip()}`")
-    word, rest = found["word"].lower(), found["rest"].strip()
+    word, rest = result["word"].lower(), result["rest"].strip()
     if word == "to":
         return _chosen("to", bullet.content).format(rest)
     asked = _chosen("condition", bullet.content).format(f"{word} {rest}")
@@ -146,15 +146,15 @@ def _section(group: Sequence[Ranked], frequency: collections.Counter[str] | None
     topic = "general matters" if topic == GENERAL.lower() else topic
     if frequency is not None:
         words = [
-            min(found, key=lambda word: (frequency[word], -len(word), word))
-            for one in group
-            if (found := _words(one.bullet))
+            min(result, key=lambda word: (frequency[word], -len(word), word))
+            for item in group
+            if (result := _words(item.bullet))
         ]
         topic += f": {', '.join(dict.fromkeys(words))}" if words else ""
-    asked = _chosen("section", "\n".join(one.bullet.content for one in group)).format(topic)
+    asked = _chosen("section", "\n".join(item.bullet.content for item in group)).format(topic)
     if len(group) == 1:
         return _chat(ChatKind.SECTION, group, asked, first.bullet.content)
-    listed = "\n".join(f"{i}. " + one.bullet.content.replace("\n", "\n   ") for i, one in enumerate(group, 1))
+    listed = "\n".join(f"{i}. " + item.bullet.content.replace("\n", "\n   ") for i, item in enumerate(group, 1))
     return _chat(ChatKind.SECTION, group, asked, listed)
 
 
@@ -174,8 +174,8 @@ def _chat(kind: ChatKind, group: Sequence[Ranked], asked: str, answer: str) -> d
         "kind": str(kind),
         "domain": group[0].domain,
         "section": group[0].bullet.section,
-        "quality": round(min(one.quality for one in group), 6),
-        "bullets": [one.bullet.id for one in group],
+        "quality": round(min(item.quality for item in group), 6),
+        "bullets": [item.bullet.id for item in group],
     }
 
 

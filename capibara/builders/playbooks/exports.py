@@ -82,9 +82,9 @@ class Export:
         if isinstance(inner := value.get("agents"), (list, dict)):
             self._agents(inner, context)
             is_known = True
-        listed = [one for key in _LISTS if isinstance(one := value.get(key), (list, dict))]
-        for one in listed:
-            self._bullets(one, context)
+        listed = [item for key in _LISTS if isinstance(item := value.get(key), (list, dict))]
+        for item in listed:
+            self._bullets(item, context)
         sections, playbook = value.get("sections"), value.get("playbook")
         if isinstance(sections, dict) and not listed:
             self._sections(sections, context)
@@ -113,11 +113,11 @@ class Export:
 
     def _agents(self, value: list[Json] | dict[str, Json], context: _Context) -> None:
         """Reads a list of agents, or an object of agents by name."""
-        pairs: list[tuple[str | None, Json]] = [(None, one) for one in value]
+        pairs: list[tuple[str | None, Json]] = [(None, entry) for entry in value]
         if isinstance(value, dict):
             pairs = list(value.items())
-        for name, one in pairs:
-            if not isinstance(one, dict) or not self._object(one, dataclasses.replace(context, agent=name)):
+        for name, item in pairs:
+            if not isinstance(item, dict) or not self._object(item, dataclasses.replace(context, agent=name)):
                 self._malformed("an agent that is no object with graduation_score, interactions, success_rate, ...")
 
     def _plain(self, value: dict[str, Json], context: _Context) -> bool:
@@ -125,12 +125,12 @@ class Export:
         if "next_global_id" in value and isinstance(text := value.get("content"), str):
             self._parsed(text, context)
             return True
-        rest = {name: one for name, one in value.items() if name not in _ABOUT}
+        rest = {name: item for name, item in value.items() if name not in _ABOUT}
         if rest and all(map(_is_bullet, rest.values())):
             self._bullets(rest, context)
             return True
-        lists = [one for one in rest.values() if isinstance(one, list)]
-        inside = [bullet for one in lists for bullet in one]
+        lists = [item for item in rest.values() if isinstance(item, list)]
+        inside = [bullet for item in lists for bullet in item]
         if lists and all(map(_is_bullet, inside)) and (not inside or any(map(_has_votes, inside))):
             self._sections(rest, context)
             return True
@@ -150,21 +150,21 @@ class Export:
 
     def _bullets(self, value: list[Json] | dict[str, Json], context: _Context) -> None:
         """Reads a list of bullets, or an object of bullets by identifier."""
-        pairs = list(value.items()) if isinstance(value, dict) else [("", one) for one in value]
-        for name, one in pairs:
+        pairs = list(value.items()) if isinstance(value, dict) else [("", entry) for entry in value]
+        for name, item in pairs:
             self._number += 1
-            if not isinstance(one, dict):
+            if not isinstance(item, dict):
                 self._malformed(f"bullet {self._number} is no object")
-            elif one.get("status") == "invalid":
+            elif item.get("status") == "invalid":
                 self._counts["bullets marked invalid"] += 1
             else:
                 try:
-                    self._found.append(self._bullet(one, name, context))
+                    self._found.append(self._bullet(item, name, context))
                 except ValueError as error:
                     self._malformed(f"bullet {self._number} {error}")
 
     def _bullet(self, value: Mapping[str, Json], name: str, context: _Context) -> Bullet:
-        content = next((found for key in _CONTENT if isinstance(found := value.get(key), str)), "")
+        content = next((result for key in _CONTENT if isinstance(result := value.get(key), str)), "")
         if len(content) > MOST_CHARACTERS:
             raise ValueError(f"has more than {MOST_CHARACTERS:,} characters")
         if not (content := normalised(content)):
@@ -190,8 +190,8 @@ def _text(value: Json) -> str | None:
 
 def _id_of(value: Mapping[str, Json]) -> str:
     """The identifier of a bullet; "": it has none."""
-    found = next((value[key] for key in _IDS if isinstance(value.get(key), (str, int))), "")
-    return "" if isinstance(found, bool) else str(found)
+    result = next((value[key] for key in _IDS if isinstance(value.get(key), (str, int))), "")
+    return "" if isinstance(result, bool) else str(result)
 
 
 def _is_bullet(value: Json) -> bool:
@@ -203,11 +203,11 @@ def _is_bullet(value: Json) -> bool:
 def _has_votes(value: Json) -> bool:
     if not isinstance(value, dict):
         return False
-    return any(name in one for one in _with_counters(value) for name in ("helpful", "harmful", "helpful_count"))
+    return any(name in item for item in _with_counters(value) for name in ("helpful", "harmful", "helpful_count"))
 
 
 def _with_counters(value: Mapping[str, Json]) -> list[Mapping[str, Json]]:
-    return [value, *(one for key in _COUNTERS if isinstance(one := value.get(key), dict))]
+    return [value, *(item for key in _COUNTERS if isinstance(item := value.get(key), dict))]
 
 
 def _votes(value: Mapping[str, Json], name: str) -> int:
@@ -216,14 +216,14 @@ def _votes(value: Mapping[str, Json], name: str) -> int:
     Raises:
       ValueError: it is no number of votes.
     """
-    for one in _with_counters(value):
+    for item in _with_counters(value):
         for key in (name, f"{name}_count"):
-            found = one.get(key)
-            if found is None:
+            result = item.get(key)
+            if result is None:
                 continue
-            if isinstance(found, float) and found.is_integer():
-                found = int(found)
-            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found <= MOST_VOTES:
+            if isinstance(result, float) and result.is_integer():
+                result = int(result)
+            if isinstance(result, bool) or not isinstance(result, int) or not 0 <= result <= MOST_VOTES:
                 raise ValueError(f"has in {key} no whole number from 0 to {MOST_VOTES:,}")
-            return found
+            return result
     return 0

@@ -60,7 +60,7 @@ class AgentFilter:
             return "min_interactions"
         if (agent.success_rate or 0) < self.min_success_rate:
             return "min_success_rate"
-        wanted = {domain_name(one) for one in self.domains}
+        wanted = {domain_name(domain) for domain in self.domains}
         skills = [skill for name, skill in agent.expertise.items() if not wanted or domain_name(name) in wanted]
         if wanted and not skills:
             return "domains"
@@ -114,6 +114,6 @@ class BulletFilter:
             return "min_characters"
         if len(bullet.content) > self.max_characters:
             return "max_characters"
-        if self.sections and section_name(bullet.section) not in {section_name(one) for one in self.sections}:
+        if self.sections and section_name(bullet.section) not in {section_name(section) for section in self.sections}:
             return "sections"
         return None

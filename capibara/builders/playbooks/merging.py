@@ -62,7 +62,7 @@ def leaders(contents: Sequence[str], settings: BulletMerging) -> np.ndarray:
       UserError: rensa is not installed.
     """
     texts = [_ARTICLES.sub(" ", unnumbered(content)) for content in contents]
-    found = np.arange(len(texts))
+    result = np.arange(len(texts))
     keys, is_shared = _keys(texts)
     by_key: dict[int, list[int]] = collections.defaultdict(list)  # leaders
     sets: dict[int, frozenset[int]] = {}  # of leaders
@@ -72,14 +72,14 @@ def leaders(contents: Sequence[str], settings: BulletMerging) -> np.ndarray:
         for i, own in zip(batch, _sets([texts[i] for i in batch])):
             buckets = [by_key[key] for key in keys[is_shared[:, i], i].tolist()]
             scores = {leader: _jaccard(own, sets[leader]) for bucket in buckets for leader in bucket}
-            leader = min(scores, key=lambda one: (-scores[one], one), default=i)
+            leader = min(scores, key=lambda item: (-scores[item], item), default=i)
             if scores.get(leader, 0.0) >= settings.similarity:
-                found[i] = leader
+                result[i] = leader
             else:
                 sets[i] = own
                 for bucket in buckets:
                     bucket.append(i)
-    return found
+    return result
 
 
 def _keys(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -120,11 +120,11 @@ def _jaccard(one: frozenset[int], other: frozenset[int]) -> float:
 
 def _guard(text: str) -> str:
     """What must be equal: negations, numbers, names of code, operators."""
-    kept = set()
+    retained = set()
     for word in text.replace("’", "'").split():
         bare = word.strip(_AROUND)
         if bare.lower() in _NEGATIONS:
-            kept.add(bare.lower())
+            retained.add(bare.lower())
         elif bare and not _PLAIN.fullmatch(bare):
-            kept.add(bare)
-    return " ".join(sorted(kept))
+            retained.add(bare)
+    return " ".join(sorted(retained))

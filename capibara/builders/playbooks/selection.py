@@ -55,34 +55,34 @@ def select(
     about.read = len(entries)
     groups = _groups(entries, merge, ranking)
     about.merged = len(entries) - len(groups)
-    found = []
+    result = []
     for group in groups:
-        one = _ranked(group, domain, ranking)
-        if (reason := keep.rejects(one.bullet, one.quality)) is not None:
+        item = _ranked(group, domain, ranking)
+        if (reason := keep.rejects(item.bullet, item.quality)) is not None:
             about.excluded[reason] += 1
         else:
-            found.append((one, group[0]))
-    found.sort(key=lambda pair: _order(dataclasses.replace(pair[1], bullet=pair[0].bullet), ranking))
+            result.append((item, group[0]))
+    result.sort(key=lambda pair: _order(dataclasses.replace(pair[1], bullet=pair[0].bullet), ranking))
     limit = ranking.limit(domain)
-    if len(found) > limit:
-        about.excluded["per_domain"] = len(found) - limit
-    return [_numbered(one, number) for number, (one, _) in enumerate(found[:limit], 1)], about
+    if len(result) > limit:
+        about.excluded["per_domain"] = len(result) - limit
+    return [_numbered(entry, number) for number, (entry, _) in enumerate(result[:limit], 1)], about
 
 
 def playbook_order(kept: Sequence[Ranked]) -> list[Bullet]:
     """The bullets by section, the section with the best one first; in a section the best first."""
     sections: dict[str, list[Bullet]] = collections.defaultdict(list)
-    for one in kept:
-        sections[one.bullet.section].append(one.bullet)
+    for item in kept:
+        sections[item.bullet.section].append(item.bullet)
     return [bullet for inside in sections.values() for bullet in inside]
 
 
 def _groups(entries: Sequence[Entry], merge: BulletMerging, ranking: BulletRanking) -> list[list[Entry]]:
     """The entries that are merged, the best of each group first."""
-    ordered = sorted(entries, key=lambda one: _order(one, ranking))
+    ordered = sorted(entries, key=lambda entry: _order(entry, ranking))
     groups: dict[int, list[Entry]] = collections.defaultdict(list)
-    for one, leader in zip(ordered, merging.leaders([one.bullet.content for one in ordered], merge).tolist()):
-        groups[leader].append(one)
+    for item, leader in zip(ordered, merging.leaders([entry.bullet.content for entry in ordered], merge).tolist()):
+        groups[leader].append(item)
     return list(groups.values())
 
 
@@ -95,15 +95,15 @@ def _order(one: Entry, ranking: BulletRanking) -> tuple[object, ...]:
 
 
 def _ranked(group: Sequence[Entry], domain: str, ranking: BulletRanking) -> Ranked:
-    helpful = min(MOST_VOTES, sum(one.bullet.helpful for one in group))
-    harmful = min(MOST_VOTES, sum(one.bullet.harmful for one in group))
-    texts = sorted((one.bullet for one in group), key=lambda one: (one.content, one.helpful, one.harmful))
+    helpful = min(MOST_VOTES, sum(item.bullet.helpful for item in group))
+    harmful = min(MOST_VOTES, sum(item.bullet.harmful for item in group))
+    texts = sorted((item.bullet for item in group), key=lambda item: (item.content, item.helpful, item.harmful))
     return Ranked(
         bullet=dataclasses.replace(group[0].bullet, helpful=helpful, harmful=harmful),
         quality=ranking.quality(helpful, harmful),
         domain=domain,
-        sources=tuple(one.source for one in group),
-        agents=tuple(sorted({one.agent for one in group if one.agent is not None})),
+        sources=tuple(item.source for item in group),
+        agents=tuple(sorted({item.agent for item in group if item.agent is not None})),
         texts=tuple(texts) if len(group) > 1 else (),
     )
 

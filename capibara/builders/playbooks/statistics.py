@@ -65,29 +65,29 @@ class DomainStatistics:
 
     def as_json(self, kept: Sequence[Ranked]) -> dict[str, Json]:
         """The statistics, with those of the bullets that are kept."""
-        qualities = sorted(one.quality for one in kept)
+        qualities = sorted(entry.quality for entry in kept)
         sections: dict[str, list[Ranked]] = collections.defaultdict(list)
-        for one in kept:
-            sections[one.bullet.section].append(one)
+        for item in kept:
+            sections[item.bullet.section].append(item)
         return {
             "read": self.read,
             "merged": self.merged,
             "excluded": dict(sorted(self.excluded.items())),
             "kept": len(kept),
             **_votes(kept),
-            "without_votes": sum(one.bullet.helpful + one.bullet.harmful == 0 for one in kept),
+            "without_votes": sum(entry.bullet.helpful + entry.bullet.harmful == 0 for entry in kept),
             "quality": {
                 "mean": round(sum(qualities) / max(1, len(qualities)), 6),
                 **{f"p{round(100 * share)}": _quantile(qualities, share) for share in _SHARES},
             },
-            "agents": len({agent for one in kept for agent in one.agents}),
+            "agents": len({agent for entry in kept for agent in entry.agents}),
             "sections": {name: {"kept": len(inside), **_votes(inside)} for name, inside in sorted(sections.items())},
             "conversations": dict(sorted(self.conversations.items())),
         }
 
 
 def _votes(kept: Sequence[Ranked]) -> dict[str, Json]:
-    return {name: sum(getattr(one.bullet, name) for one in kept) for name in ("helpful", "harmful")}
+    return {name: sum(getattr(item.bullet, name) for item in kept) for name in ("helpful", "harmful")}
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

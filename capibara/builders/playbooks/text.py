@@ -93,27 +93,27 @@ class Parser:
     def _add(self, text: str) -> None:
         self._lines.append(text)
         self._characters += len(text) + 1
-        if (found := _FENCE.match(text)) is None:
+        if (result := _FENCE.match(text)) is None:
             return
-        mark = found[1]
+        mark = result[1]
         if not self._fence:
             self._fence, self._fenced_from = mark, len(self._lines)
-        elif mark.startswith(self._fence) and not text[found.end() :].strip():
+        elif mark.startswith(self._fence) and not text[result.end() :].strip():
             self._fence = ""
 
     def _end(self) -> Iterator[Bullet]:
         if self._head is None:
             return
-        head, kept, self._head = self._head, self._lines, None
+        head, retained, self._head = self._head, self._lines, None
         if self._fence:  # never closed: it protects no header
             inside = range(self._fenced_from, len(self._lines))
             header = next((i for i in inside if _HEADER.match(self._lines[i])), len(self._lines))
-            kept = self._lines[:header]
-        found = self._bullet(head, kept)
-        for text in self._lines[len(kept) :]:
+            retained = self._lines[:header]
+        result = self._bullet(head, retained)
+        for text in self._lines[len(retained) :]:
             self._outside(text)
-        if found is not None:
-            yield found
+        if result is not None:
+            yield result
 
     def _bullet(self, head: Line, lines: list[str]) -> Bullet | None:
         try:
@@ -139,8 +139,8 @@ class Parser:
         )
 
     def _outside(self, text: str) -> None:
-        if (found := _HEADER.match(text)) is not None:
-            self._section = one_line(found[1])
+        if (result := _HEADER.match(text)) is not None:
+            self._section = one_line(result[1])
         elif text.strip():
             self.outside += 1
 
@@ -151,10 +151,10 @@ def _votes_of(text: str) -> tuple[str, tuple[int, int]]:
     Raises:
       ValueError: it has another form. The message has no text of the line, which may be a secret.
     """
-    found = _HEAD.match(text)
-    if found is None or not identifier(found[1]):
+    result = _HEAD.match(text)
+    if result is None or not identifier(result[1]):
         raise ValueError("a bullet without an [id]")
-    votes, separator, _ = found[2].partition("::")
+    votes, separator, _ = result[2].partition("::")
     if not separator:
         raise ValueError("a bullet without :: before its text")
     votes, values, at = votes.strip().removeprefix("(").removesuffix(")"), dict[str, str](), 0
@@ -163,8 +163,8 @@ def _votes_of(text: str) -> tuple[str, tuple[int, int]]:
     if votes[at:].strip(" \t,;"):
         raise ValueError("a bullet whose votes are not name=number, such as helpful=3 harmful=0")
     if not {"helpful", "harmful"} & values.keys():
-        return identifier(found[1]), (0, 0)
-    return identifier(found[1]), (_vote(values, "helpful"), _vote(values, "harmful"))
+        return identifier(result[1]), (0, 0)
+    return identifier(result[1]), (_vote(values, "helpful"), _vote(values, "harmful"))
 
 
 def _vote(values: dict[str, str], name: str) -> int:
@@ -211,9 +211,9 @@ def _is_boundary(line: str) -> bool:
 
 
 def _escaped(line: str, is_title: bool) -> str:
-    found = _ESCAPED.match(line)
-    assert found is not None
-    indent, slashes, rest = found.groups()
+    result = _ESCAPED.match(line)
+    assert result is not None
+    indent, slashes, rest = result.groups()
     bare = indent + rest
     if is_title or _is_boundary(bare) or (slashes and _TITLE.match(bare)):
         return f"{indent}\\{slashes}{rest}"
@@ -221,8 +221,8 @@ def _escaped(line: str, is_title: bool) -> str:
 
 
 def _unescaped(line: str) -> str:
-    found = _ESCAPED.match(line)
-    assert found is not None
-    indent, slashes, rest = found.groups()
+    result = _ESCAPED.match(line)
+    assert result is not None
+    indent, slashes, rest = result.groups()
     bare = indent + rest
     return f"{indent}{slashes[1:]}{rest}" if slashes and (_is_boundary(bare) or _TITLE.match(bare)) else line

@@ -100,17 +100,17 @@ class _Job:
 
     def hash(self, part: int) -> Iterator[_Tagged]:
         """Reads a part: its summary, and the keys of its documents by range."""
-        found = stages.hash_part(self.parts[part], self.settings)
+        result = stages.hash_part(self.parts[part], self.settings)
         about: dict[str, Any] = {
             "part": part,
-            "count": found.count,
-            "keys": len(found.documents),
-            "text_bytes": found.text_bytes,
+            "count": result.count,
+            "keys": len(result.documents),
+            "text_bytes": result.text_bytes,
         }
-        about |= {"last_lines": found.last_lines, "problems": found.problems.as_json()}
+        about |= {"last_lines": result.last_lines, "problems": result.problems.as_json()}
         yield "summary", (_ALL, about)
-        for number, inside in self._by_range(found.keys[0]):
-            yield "keys", (number, (part, found.keys[:, inside], found.documents[inside]))
+        for number, inside in self._by_range(result.keys[0]):
+            yield "keys", (number, (part, result.keys[:, inside], result.documents[inside]))
 
     def without_equal(self, of_range: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
         """Finds equal documents in a range of keys; the numbers of the first ones by part."""
@@ -121,41 +121,41 @@ class _Job:
     def sketch(self, of_part: tuple[int, Iterable[np.ndarray]]) -> Iterator[_Tagged]:
         """Filters and sketches the documents of a part."""
         part, numbers = of_part[0], np.concatenate(list(of_part[1]))
-        found = stages.sketch_part(self.parts[part], self.settings, _flags(numbers))
-        yield "filtered", (_ALL, {"read": len(numbers), "dropped": dict(found.dropped)})
-        yield "kept", (self._shard(part), ("kept", part, found.documents))
+        result = stages.sketch_part(self.parts[part], self.settings, _flags(numbers))
+        yield "filtered", (_ALL, {"read": len(numbers), "dropped": dict(result.dropped)})
+        yield "kept", (self._shard(part), ("kept", part, result.documents))
         if (settings := self.settings.near) is not None:
-            yield "signatures", (part, ("signatures", found.documents, found.signatures))
-            for band, key in enumerate(near.keys(found.signatures, settings)):
+            yield "signatures", (part, ("signatures", result.documents, result.signatures))
+            for band, key in enumerate(near.keys(result.signatures, settings)):
                 for number, inside in self._by_range(key):
                     of_band = band * len(self._ranges) + number
-                    yield "keys", (of_band, (part, key[None, inside], found.documents[inside]))
+                    yield "keys", (of_band, (part, key[None, inside], result.documents[inside]))
 
     # --- similar documents
 
     def pairs(self, of_range: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
         """Pairs of documents with the same key of a band, by the part of the first of the pair."""
-        one, other = tables.repeated(*_joined(of_range[1]))
-        for part, inside in _parts_of(one):
-            yield part, ("pairs", one[inside], other[inside])
+        item, other = tables.repeated(*_joined(of_range[1]))
+        for part, inside in _parts_of(item):
+            yield part, ("pairs", item[inside], other[inside])
 
     def with_signature(self, of_part: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
         """Adds the signature of one document to each pair; by the part of the other."""
         pairs, signatures = _split(of_part[1])
         if not pairs:
             return
-        one, other = np.unique(np.concatenate([np.stack(pair) for pair in pairs], axis=1), axis=1)
-        found = _rows_of(one, *signatures[0])
+        item, other = np.unique(np.concatenate([np.stack(pair) for pair in pairs], axis=1), axis=1)
+        result = _rows_of(item, *signatures[0])
         for part, inside in _parts_of(other):
-            yield part, ("pairs", one[inside], other[inside], found[inside])
+            yield part, ("pairs", item[inside], other[inside], result[inside])
 
     def similar(self, of_part: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
         """The pairs of similar documents."""
         pairs, signatures = _split(of_part[1])
-        for one, other, found in pairs:
+        for item, other, result in pairs:
             assert self.settings.near is not None
-            kept = near.are_similar(found, _rows_of(other, *signatures[0]), self.settings.near)
-            yield _ALL, (one[kept], other[kept])
+            retained = near.are_similar(result, _rows_of(other, *signatures[0]), self.settings.near)
+            yield _ALL, (item[retained], other[retained])
 
     def groups(self, everything: tuple[int, Iterable[Arrays]]) -> Iterator[_Keyed]:
         """Groups similar documents; the numbers of all but the first of each group by part."""
@@ -182,15 +182,15 @@ class _Job:
 
     def write(self, of_shard: tuple[int, Iterable[Any]]) -> _Keyed:
         """Writes a shard; returns its counts."""
-        shard, found = of_shard[0], collections.defaultdict[str, dict[int, Any]](dict)
+        shard, result = of_shard[0], collections.defaultdict[str, dict[int, Any]](dict)
         for name, part, value in of_shard[1]:
-            found[name][part] = value
+            result[name][part] = value
         name, parts = shards.name_of(shard, self._shards), []
-        for part, numbers in sorted(found["kept"].items()):
+        for part, numbers in sorted(result["kept"].items()):
             kept = _flags(numbers)
-            kept[found["dropped"].get(part, numbers[:0])] = False
-            parts.append(shards.ShardPart(part=self.parts[part], kept=kept, first=found["first"][part]))
-        if not any(one.kept.any() for one in parts):
+            kept[result["dropped"].get(part, numbers[:0])] = False
+            parts.append(shards.ShardPart(part=self.parts[part], kept=kept, first=result["first"][part]))
+        if not any(item.kept.any() for item in parts):
             return _ALL, {}
         if (whole := self.files.done(name)) is not None:
             return _ALL, {"shard": name, "counts": dict(whole.counts)}
@@ -229,7 +229,7 @@ def _run(job: _Job, runner: str, options: Sequence[str]) -> None:
     """Runs the pipeline, and waits for its end."""
     beam = extras.require("apache_beam", extra="beam")
     chosen = [f"--runner={_RUNNERS.get(runner, runner)}", *options]
-    if runner == "DaskRunner" and not any(one.startswith("--dask_npartitions") for one in options):
+    if runner == "DaskRunner" and not any(option.startswith("--dask_npartitions") for option in options):
         chosen.append("--dask_partition_size=1")  # else one worker gets up to 128 parts
     pipeline = beam.Pipeline(options=extras.require("apache_beam.options.pipeline_options").PipelineOptions(chosen))
     read = pipeline | beam.Create(range(len(job.parts))) | beam.Reshuffle() | "hash" >> beam.FlatMap(job.hash)
@@ -257,9 +257,9 @@ def _similar(beam: Any, job: _Job, sketched: Any) -> Any:
     pairs = _tagged(beam, sketched, "keys") | "same key" >> beam.GroupByKey() | "pairs" >> beam.FlatMap(job.pairs)
     if job.settings.near.similarity:
         signatures = _tagged(beam, sketched, "signatures")
-        one = [pairs, signatures] | "with signatures" >> beam.Flatten() | "one" >> beam.GroupByKey()
-        one = one | "signature" >> beam.FlatMap(job.with_signature)
-        other = [one, signatures] | "with others" >> beam.Flatten() | "other" >> beam.GroupByKey()
+        item = [pairs, signatures] | "with signatures" >> beam.Flatten() | "one" >> beam.GroupByKey()
+        item = item | "signature" >> beam.FlatMap(job.with_signature)
+        other = [item, signatures] | "with others" >> beam.Flatten() | "other" >> beam.GroupByKey()
         edges = other | "similar" >> beam.FlatMap(job.similar)
     else:
         edges = pairs | "edges" >> beam.Map(_edges)
@@ -277,8 +277,8 @@ def _with_tag(tag: str, tagged: _Tagged) -> Iterator[_Keyed]:
 
 
 def _edges(pairs: _Keyed) -> _Keyed:
-    _, one, other = pairs[1]
-    return _ALL, (one, other)
+    _, item, other = pairs[1]
+    return _ALL, (item, other)
 
 
 def _count_of(of_part: tuple[int, np.ndarray]) -> _Keyed:
@@ -287,16 +287,16 @@ def _count_of(of_part: tuple[int, np.ndarray]) -> _Keyed:
 
 def _joined(blocks: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> Arrays:
     """The keys of all parts, [c, n], and the documents that have them."""
-    found = [(keys, documents.astype(np.int64) | part << _PART_BITS) for part, keys, documents in blocks]
-    return np.concatenate([keys for keys, _ in found], axis=1), np.concatenate([documents for _, documents in found])
+    result = [(keys, documents.astype(np.int64) | part << _PART_BITS) for part, keys, documents in blocks]
+    return np.concatenate([keys for keys, _ in result], axis=1), np.concatenate([documents for _, documents in result])
 
 
 def _split(values: Iterable[Any]) -> tuple[list[Arrays], list[Arrays]]:
     """The pairs and the signatures of what was grouped."""
-    found = collections.defaultdict[str, list[Arrays]](list)
+    result = collections.defaultdict[str, list[Arrays]](list)
     for name, *arrays in values:
-        found[name].append(tuple(arrays))
-    return found["pairs"], found["signatures"]
+        result[name].append(tuple(arrays))
+    return result["pairs"], result["signatures"]
 
 
 def _rows_of(documents: np.ndarray, numbers: np.ndarray, signatures: np.ndarray) -> np.ndarray:
@@ -319,29 +319,30 @@ def _by_part(documents: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def _flags(numbers: np.ndarray) -> np.ndarray:
     """[n] bool: which numbers are there, up to the largest."""
-    found = np.zeros(int(numbers.max(initial=0)) + 1, bool)
-    found[numbers] = True
-    return found
+    result = np.zeros(int(numbers.max(initial=0)) + 1, bool)
+    result[numbers] = True
+    return result
 
 
 def _finish(job: _Job, output: Output | BucketOutput, problems: Problems) -> Manifest:
     """Writes the index and the manifest."""
     path = job.scratch.path(_RESULT)
-    found = json.loads(stores.of(path).read(path))
-    read = sorted((one for one in found if "part" in one), key=lambda one: one["part"])
+    result = json.loads(stores.of(path).read(path))
+    read = sorted((entry for entry in result if "part" in entry), key=lambda entry: entry["part"])
     names = ("count", "keys", "text_bytes", "last_lines")
     summaries = [
-        PartSummary(problems=Problems.from_json(one["problems"]), **{name: one[name] for name in names}) for one in read
+        PartSummary(problems=Problems.from_json(entry["problems"]), **{name: entry[name] for name in names})
+        for entry in read
     ]
     counts = summary.total(job.parts, summaries, problems)
     counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
     counts["exact_duplicates"] = counts["documents"] - counts["blank"]
-    for one in found:
-        counts["near_duplicates"] += one.get("near_duplicates", 0)
-        counts["exact_duplicates"] -= one.get("read", 0)
-        for reason, count in one.get("dropped", {}).items():
+    for item in result:
+        counts["near_duplicates"] += item.get("near_duplicates", 0)
+        counts["exact_duplicates"] -= item.get("read", 0)
+        for reason, count in item.get("dropped", {}).items():
             counts.update({f"filtered_{reason}": count, "filtered": count})
     with output.part(summary.INDEX) as part:
-        of_shards = {one["shard"]: one["counts"] for one in found if "shard" in one}
+        of_shards = {entry["shard"]: entry["counts"] for entry in result if "shard" in entry}
         part.write(summary.index(job.settings, job.parts, summaries, of_shards))
     return output.finish(counts, problems)

@@ -64,8 +64,8 @@ class BucketParts:
 
     def all(self) -> list[WholePart]:
         """The recorded parts, sorted by name."""
-        found = [entry.url for entry in stores.of(self.records).matching(f"{self.records}/*.json")]
-        return sorted((_whole(json.loads(outputs.read(url) or "")) for url in found), key=lambda one: one.file.name)
+        result = [entry.url for entry in stores.of(self.records).matching(f"{self.records}/*.json")]
+        return sorted((_whole(json.loads(outputs.read(url) or "")) for url in result), key=lambda item: item.file.name)
 
 
 class BucketOutput:
@@ -78,9 +78,9 @@ class BucketOutput:
     def __init__(self, folder: str, kind: str, config: Mapping[str, Any], inputs: Sequence[Input]):
         self.folder, self.kind = folder.rstrip("/"), kind
         self.config: Mapping[str, Any] = json.loads(fingerprints.canonical(dict(config)))
-        self.inputs = tuple(sorted(inputs, key=lambda one: one.path))
+        self.inputs = tuple(sorted(inputs, key=lambda item: item.path))
         # Parts of another build of the same folder are not taken for this one's.
-        about = [capibara.__version__, kind, self.config, [dataclasses.asdict(one) for one in self.inputs]]
+        about = [capibara.__version__, kind, self.config, [dataclasses.asdict(item) for item in self.inputs]]
         digest = hashlib.sha256(fingerprints.canonical(about).encode()).hexdigest()[:16]
         self._building = f"{self.folder}/{_BUILDING}/{digest}"
         self.parts = BucketParts(folder=self.folder, records=f"{self._building}/done")
@@ -99,13 +99,13 @@ class BucketOutput:
             return None
         with tempfile.TemporaryDirectory() as here:
             outputs.save(os.path.join(here, MANIFEST), content)
-            found = read_manifest(here)
-        theirs, ours = ((one.kind, one.config, one.inputs) for one in (found, self))
-        if (found.version, *theirs) != (capibara.__version__, *ours):
+            result = read_manifest(here)
+        theirs, ours = ((item.kind, item.config, item.inputs) for item in (result, self))
+        if (result.version, *theirs) != (capibara.__version__, *ours):
             raise UserError(
                 f"--out ({self.folder}) was built with other inputs, settings or version: name another folder, or remove this one"
             )
-        return found
+        return result
 
     def part(self, name: str) -> contextlib.AbstractContextManager[Part]:
         """`BucketParts.write` of a file of the data set."""

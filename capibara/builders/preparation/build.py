@@ -65,9 +65,9 @@ def prepare(
 def _inputs_of(files: Sequence[Entry]) -> tuple[Input, ...]:
     """`inputs_of`; meanwhile it imports what records the lineage, which takes as long as some hundred MB."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        found = pool.submit(inputs_of, files)
+        result = pool.submit(inputs_of, files)
         extras.require("openlineage.client", extra="builders", why="lineage")
-        return found.result()
+        return result.result()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,8 @@ class SketchParts:
 
     def __call__(self, task: KeptPart) -> None:
         if self.scratch.done(_near(task.part.number)) is None:
-            found = stages.sketch_part(task.part, self.settings, task.kept)
-            _write_sketched(self.scratch, task.part, found, self.settings)
+            result = stages.sketch_part(task.part, self.settings, task.kept)
+            _write_sketched(self.scratch, task.part, result, self.settings)
 
 
 def _write_sketched(scratch: Parts, part: CorpusPart, found: stages.Sketched, settings: CorpusPreparation) -> None:
@@ -157,14 +157,14 @@ class FindPairs:
             return
         with self.scratch.write(name) as file:
             keys, documents = self._keys(band, within)
-            one, other = tables.repeated(keys, documents)
+            item, other = tables.repeated(keys, documents)
             if self.settings.similarity:
-                similar = [self._are_similar(one[at : at + _COMPARED], other[at : at + _COMPARED])
-                           for at in range(0, len(one), _COMPARED)]  # fmt: skip
-                kept = np.concatenate([*similar, np.zeros(0, bool)])
-                one, other = one[kept], other[kept]
-            file.write(np.stack([one, other]).astype("<i8").tobytes())
-            file.records = len(one)
+                similar = [self._are_similar(item[at : at + _COMPARED], other[at : at + _COMPARED])
+                           for at in range(0, len(item), _COMPARED)]  # fmt: skip
+                retained = np.concatenate([*similar, np.zeros(0, bool)])
+                item, other = item[retained], other[retained]
+            file.write(np.stack([item, other]).astype("<i8").tobytes())
+            file.records = len(item)
 
     def _keys(self, band: int, within: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         """The keys of a range, [1, n], and the documents that have them, of all parts."""
@@ -181,15 +181,15 @@ class FindPairs:
 
     def _signatures(self, documents: np.ndarray) -> np.ndarray:
         """The signatures of documents of any parts, [n, permutations]."""
-        found = np.empty((len(documents), self.settings.permutations), np.uint32)
+        result = np.empty((len(documents), self.settings.permutations), np.uint32)
         part_of = np.searchsorted(self.offsets, documents, side="right") - 1
         for part in np.unique(part_of).tolist():
             here, count = np.flatnonzero(part_of == part), self.counts[part]
             path, tables_bytes = self.scratch.path(_near(part)), self.settings.bands * tables.size(count)
             numbers = np.fromfile(path, "<u4", count)
             every = np.memmap(path, "<u4", "r", 4 * count + tables_bytes, (count, self.settings.permutations))
-            found[here] = every[np.searchsorted(numbers, documents[here] - self.offsets[part])]
-        return found
+            result[here] = every[np.searchsorted(numbers, documents[here] - self.offsets[part])]
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +204,7 @@ class WriteShards:
         if self.files.done(name) is not None:
             return
         with self.files.write(name) as file:
-            of_shard = [shards.ShardPart(part=one.part, kept=one.kept, first=first) for one, first in parts]
+            of_shard = [shards.ShardPart(part=item.part, kept=item.kept, first=first) for item, first in parts]
             file.counts = shards.write(file.path, of_shard, self.settings)
             file.records = file.counts["rows"]
 
@@ -229,11 +229,11 @@ class _Build:
         """Runs all steps that are not done; `problems`: of files that have no parts."""
         counts = self._hash(problems)
         counts.update(dict.fromkeys(("filtered", "near_duplicates", "kept", "rows", "tokens"), 0))
-        kept = self._exact(counts)
-        kept = self._filter(kept, counts)
+        retained = self._exact(counts)
+        retained = self._filter(retained, counts)
         if self._settings.near is not None:
-            self._near(kept, self._settings.near, counts)
-        self._shards(kept)
+            self._near(retained, self._settings.near, counts)
+        self._shards(retained)
         return self._output.finish(counts, problems)
 
     def _hash(self, problems: Problems) -> collections.Counter[str]:
@@ -249,8 +249,8 @@ class _Build:
 
     def _exact(self, counts: collections.Counter[str]) -> np.ndarray:
         """[n] bool: the documents that are neither blank nor equal to an earlier one."""
-        kept = np.zeros(self._offsets[-1], bool)
-        sizes = [one.keys for one in self._summaries]
+        retained = np.zeros(self._offsets[-1], bool)
+        sizes = [item.keys for item in self._summaries]
         every = tables.ranges(sum(sizes))
         for done, within in enumerate(every):
             self._progress("finding equal documents", f"{done} of {len(every)}")
@@ -261,10 +261,10 @@ class _Build:
                 keys.append(key)
                 documents.append(document + self._offsets[part])
             of_range = np.concatenate(documents)
-            kept[of_range] = True
-            kept[tables.repeated(np.concatenate(keys, axis=1), of_range)[0]] = False
-        counts["exact_duplicates"] = sum(sizes) - int(np.count_nonzero(kept))
-        return kept
+            retained[of_range] = True
+            retained[tables.repeated(np.concatenate(keys, axis=1), of_range)[0]] = False
+        counts["exact_duplicates"] = sum(sizes) - int(np.count_nonzero(retained))
+        return retained
 
     def _filter(self, kept: np.ndarray, counts: collections.Counter[str]) -> np.ndarray:
         """[n] bool: the documents that the filters keep."""
@@ -272,14 +272,14 @@ class _Build:
             return kept
         tasks = (self._kept_part(part, kept) for part in self._parts)
         self._each("filtering documents", SketchParts(self._output.scratch, self._settings), tasks)
-        found, wholes = np.zeros_like(kept), self._wholes()
+        result, wholes = np.zeros_like(kept), self._wholes()
         for part in self._parts:
             about = wholes[_near(part.number)]
             numbers = np.fromfile(self._output.scratch.path(_near(part.number)), "<u4", about.file.records)
-            found[numbers + self._offsets[part.number]] = True
+            result[numbers + self._offsets[part.number]] = True
             counts.update({f"filtered_{reason}": count for reason, count in about.counts.items()})
             counts["filtered"] += sum(about.counts.values())
-        return found
+        return result
 
     def _near(self, kept: np.ndarray, settings: near.NearDuplicates, counts: collections.Counter[str]) -> None:
         """Clears the documents that are similar to an earlier one."""
@@ -292,8 +292,8 @@ class _Build:
         groups = near.Groups(np.memmap(path, np.int64, "w+", shape=(len(kept),)))
         for band, within in tasks:
             name = _pairs(band, within)
-            one, other = np.fromfile(self._output.scratch.path(name), "<i8").reshape(2, -1)
-            groups.join(one, other)
+            item, other = np.fromfile(self._output.scratch.path(name), "<i8").reshape(2, -1)
+            groups.join(item, other)
         before = np.count_nonzero(kept)
         for begin, end in zip(self._offsets[:-1].tolist(), self._offsets[1:].tolist()):
             kept[begin:end] &= groups.first(np.arange(begin, end)) == np.arange(begin, end)
@@ -304,7 +304,7 @@ class _Build:
         groups = [self._parts[at : at + together] for at in range(0, len(self._parts), together)]
         for number, group in enumerate(groups):
             parts = [(self._kept_part(part, kept), int(self._offsets[part.number])) for part in group]
-            if any(any(one.bits) for one, _ in parts):
+            if any(any(item.bits) for item, _ in parts):
                 tasks.append((shards.name_of(number, len(groups)), parts))
         self._each("writing shards", WriteShards(self._output.parts, self._settings), tasks)
         wholes = {whole.file.name: whole.counts for whole in self._output.parts.all()}

@@ -112,15 +112,15 @@ def files_of(patterns: Sequence[str], problems: Problems) -> list[Entry]:
       UserError: a pattern matches no file, or a store refuses.
     """
     remote = [pattern for pattern in patterns if not stores.of(pattern).has_local_paths]
-    found = stores.listed(remote)
+    result = stores.listed(remote)
     for pattern in remote:
         if not stores.of(pattern).matching(pattern):
             raise UserError(f"IN ({pattern!r}) matches no file")
-    for file in found:
+    for file in result:
         if not file.size:
             problems.add(file.url, 0, Kind.EMPTY, "has no byte")
     sizes = reading.local_files([pattern for pattern in patterns if pattern not in remote], ENDINGS, problems)
-    files = {file for file in found if file.size} | {Entry(path, size, "") for path, size in sizes.items()}
+    files = {file for file in result if file.size} | {Entry(path, size, "") for path, size in sizes.items()}
     if not files:
         raise reading.nothing_to_read(problems)
     return sorted(files)
@@ -135,7 +135,7 @@ def inputs_of(files: Sequence[Entry]) -> tuple[Input, ...]:
     local = [file for file in files if stores.of(file.url).has_local_paths]
     with concurrent.futures.ThreadPoolExecutor(_REMOTE_THREADS) as pool:
         remote = [*pool.map(_hashed, (file for file in files if not stores.of(file.url).has_local_paths))]
-    return tuple(sorted([*fingerprints.inputs_of([file.url for file in local]), *remote], key=lambda one: one.path))
+    return tuple(sorted([*fingerprints.inputs_of([file.url for file in local]), *remote], key=lambda item: item.path))
 
 
 def _hashed(file: Entry) -> Input:
@@ -269,16 +269,16 @@ class PartReader:
 
     def _whole(self, piece: Piece) -> Iterator[Document]:
         url = piece.file.url
-        path, found = copies.local_file(url), Problems()
+        path, result = copies.local_file(url), Problems()
         if self.fields.encoding != plain.UTF_8:
             (path,) = plain.copies_of("CorpusPreparation.encoding", [path], self.fields.encoding)
         if piece.format is FileFormat.JSONL:
-            for record in reading.records(path, found):
+            for record in reading.records(path, result):
                 if (document := self._document(url, record.number, record.value)) is not None:
                     yield document
         else:
             text, size = [], 0
-            for line in reading.lines(path, found):
+            for line in reading.lines(path, result):
                 text.append(line.text)
                 size += len(line.text) + 1
                 if size >= self.fields.document_bytes:
@@ -286,7 +286,7 @@ class PartReader:
                     text, size = [], 0
             if text:
                 yield self._of_file(url, "\n".join([*text, ""]))
-        self.problems.merge(moved(found, path, url))
+        self.problems.merge(moved(result, path, url))
 
     def _json_lines(self, piece: Piece) -> Iterator[Document]:
         url = piece.file.url
@@ -376,7 +376,7 @@ def _check_first(url: str, line: bytes) -> None:
 def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:
     """The lines that begin in a piece, some at a time, and whether they have a line end; None: one that is too long."""
     file, at = piece.file, max(0, piece.start - 1)  # the byte before: a line end means that a line begins here
-    begun: list[bytes] = []  # blocks of an unfinished line
+    started: list[bytes] = []  # blocks of an unfinished line
     size, dropped = 0, 0  # bytes of `begun`, and those that are gone, as the line is too long
     is_inside = piece.start > 0  # the first line begins before the piece
     block_bytes = _BLOCK_BYTES if stores.of(file.url).has_local_paths else _REMOTE_BYTES
@@ -385,13 +385,13 @@ def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:
         block = _read(file, at, min(at + block_bytes, near_end, file.size))
         first = at - size - dropped  # where the first line begins
         at += len(block)
-        begun.append(block)
+        started.append(block)
         size += len(block)
         if b"\n" in block:
-            lines: list[bytes | None] = [*b"".join(begun).split(b"\n")]
+            lines: list[bytes | None] = [*b"".join(started).split(b"\n")]
             may_be_long = dropped + size > limits.LINE_BYTES
-            begun = [lines.pop() or b""]
-            size = len(begun[0])
+            started = [lines.pop() or b""]
+            size = len(started[0])
             if at > piece.stop:
                 begins = [*itertools.accumulate((len(line or b"") + 1 for line in lines), initial=first + dropped)]
                 begins[0] = first
@@ -404,9 +404,9 @@ def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:
         if at - size - dropped >= piece.stop and not is_inside:
             return
         if size > limits.LINE_BYTES:
-            dropped, begun, size = dropped + size, [], 0
+            dropped, started, size = dropped + size, [], 0
     if (size or dropped) and not is_inside:
-        yield [None if dropped or size > limits.LINE_BYTES else b"".join(begun)], False
+        yield [None if dropped or size > limits.LINE_BYTES else b"".join(started)], False
 
 
 def _parsed(line: bytes, loads: Callable[[bytes], Any]) -> Any:
@@ -426,10 +426,10 @@ def _parsed(line: bytes, loads: Callable[[bytes], Any]) -> Any:
 def moved(problems: Problems, path: str, new_path: str, lines: int = 0) -> Problems:
     """Problems of which those of one file are named otherwise, and are `lines` further down."""
     value = problems.as_json()
-    for one in value["first"]:
-        if one["path"] == path:
-            one["path"] = new_path
-            one["line"] += lines if one["line"] else 0
+    for item in value["first"]:
+        if item["path"] == path:
+            item["path"] = new_path
+            item["line"] += lines if item["line"] else 0
     return Problems.from_json(value)
 
 

@@ -92,12 +92,12 @@ class DatatroveFilter(Filter):
         judge, new_document = self._filter
         document = new_document(text=text, id="")
         try:
-            found = judge.filter(document)
+            result = judge.filter(document)
         except ImportError as error:  # spaCy, for its words
             raise UserError(f"{self.name}: {limits.cause(error)}: {extras.install_command('builders')}") from None
         except ZeroDivisionError:  # of the number of words, lines or characters
-            found = False, "no_words"
-        is_kept, reason = found if isinstance(found, tuple) else (found, "")
+            result = False, "no_words"
+        is_kept, reason = result if isinstance(result, tuple) else (result, "")
         return Judged(document.text) if is_kept else Judged(None, reason or self.name)
 
 
@@ -126,12 +126,12 @@ class LanguageFilter(Filter):
 
     @functools.cached_property
     def _identifier(self) -> Any:
-        found = _languages()
-        if unknown := sorted(set(self.languages) - set(found.labels)):
+        result = _languages()
+        if unknown := sorted(set(self.languages) - set(result.labels)):
             raise UserError(
-                f"LanguageFilter.languages ({unknown[0]!r}) must be one of {', '.join(sorted(found.labels))}"
+                f"LanguageFilter.languages ({unknown[0]!r}) must be one of {', '.join(sorted(result.labels))}"
             )
-        return found
+        return result
 
     def judge(self, text: str) -> Judged:
         language, probability = self._identifier.classify(text[: self.characters])
@@ -153,8 +153,8 @@ def judge(text: str, filters: Sequence[Filter], dropped: collections.Counter[str
     Raises:
       UserError: as `Filter.judge`.
     """
-    for one in filters:
-        judged = one.judge(text)
+    for item in filters:
+        judged = item.judge(text)
         if judged.text is None:
             dropped[judged.reason] += 1
             return None

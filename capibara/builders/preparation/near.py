@@ -76,14 +76,14 @@ def signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
       UserError: rensa is not installed.
     """
     order = sorted(range(len(texts)), key=lambda i: not texts[i].isascii())  # those of ASCII are hashed faster
-    found, batch, characters = [np.zeros((0, settings.permutations), np.uint32)], [], 0
+    result, batch, characters = [np.zeros((0, settings.permutations), np.uint32)], [], 0
     for i in order:
         batch.append(texts[i])
         characters += len(texts[i])
         if characters >= _CHARACTERS:
-            found.append(_signatures(batch, settings))
+            result.append(_signatures(batch, settings))
             batch, characters = [], 0
-    every = np.concatenate([*found, _signatures(batch, settings)] if batch else found)
+    every = np.concatenate([*result, _signatures(batch, settings)] if batch else result)
     in_order = np.empty_like(every)
     in_order[order] = every
     return in_order
@@ -92,14 +92,14 @@ def signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
 def _signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
     os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the workers are the parallelism
     rensa = extras.require("rensa", extra="builders", why="near deduplication")
-    found, offsets = shingles.hashes(texts, settings.words)
+    result, offsets = shingles.hashes(texts, settings.words)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
         own = [xxhash.xxh3_64_intdigest(texts[i].encode("utf-8", "surrogatepass")) for i in empty.tolist()]
-        found = np.insert(found, offsets[empty], np.array(own, np.uint64))
+        result = np.insert(result, offsets[empty], np.array(own, np.uint64))
         offsets = offsets + np.concatenate([[0], np.cumsum(np.diff(offsets) == 0)])
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
-        found, offsets.astype(np.uint64), settings.permutations, settings.seed
+        result, offsets.astype(np.uint64), settings.permutations, settings.seed
     )
     packed = struct.Struct(f"={settings.permutations}I")  # faster than arrays of lists
     rows = b"".join([packed.pack(*row) for row in matrix.to_rows()])
@@ -142,8 +142,8 @@ class Groups:
 
     def first(self, documents: np.ndarray) -> np.ndarray:
         """The first document of each document's group."""
-        found = documents
-        while not np.array_equal(above := self.parents[found], found):
-            found = above
-        self.parents[documents] = found
-        return found
+        result = documents
+        while not np.array_equal(above := self.parents[result], result):
+            result = above
+        self.parents[documents] = result
+        return result

@@ -72,9 +72,9 @@ class CorpusPreparation:
 
     def as_json(self) -> dict[str, Any]:
         """All that decides what is written, as JSON."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return found | {
-            "filters": [{"filter": type(one).__name__, **dataclasses.asdict(one)} for one in self.filters],
+        result = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return result | {
+            "filters": [{"filter": type(item).__name__, **dataclasses.asdict(item)} for item in self.filters],
             "near": None if self.near is None else dataclasses.asdict(self.near),
             "vocabulary": self.vocabulary.fingerprint(),
             "packing": str(self.packing),

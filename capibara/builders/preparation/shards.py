@@ -86,9 +86,9 @@ def _tokenized(parts: Sequence[ShardPart], settings: CorpusPreparation) -> Itera
     """The number in the corpus, the document and the token ids of all documents of a shard."""
     batch: list[tuple[int, Document]] = []
     characters = 0
-    for one in parts:
-        for number, document in kept_documents(one.part, settings, one.kept):
-            batch.append((one.first + number, document))
+    for part in parts:
+        for number, document in kept_documents(part.part, settings, part.kept):
+            batch.append((part.first + number, document))
             characters += len(document.text)
             if len(batch) >= _TOGETHER or characters >= _TOGETHER_CHARACTERS:
                 yield from _encoded(batch, settings)
@@ -100,7 +100,7 @@ def _encoded(
     batch: Sequence[tuple[int, Document]], settings: CorpusPreparation
 ) -> Iterator[tuple[int, Document, np.ndarray]]:
     texts = [document.text for _, document in batch]
-    if any(one.rewrites for one in settings.filters):
+    if any(item.rewrites for item in settings.filters):
         texts = [filters.judge(text, settings.filters, collections.Counter()) or "" for text in texts]
     vocabulary = settings.vocabulary
     for (number, document), ids in zip(batch, vocabulary.encode_batch(texts), strict=True):

@@ -45,25 +45,25 @@ def hashes(texts: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray]:
     is_inside = np.ones(len(words), bool)
     for after in range(1, size):  # windows that begin in the last words of a text end in the next one
         is_inside[stops[counts >= after] - after] = False
-    found = every[is_inside[:windows]]
+    result = every[is_inside[:windows]]
     if len(short := np.flatnonzero((counts > 0) & (counts < size))):
         of_short = np.zeros(len(short), np.uint64)
         for at, factor in enumerate(factors):
             longer = np.flatnonzero(counts[short] > at)
             of_short[longer] += words[(stops - counts)[short[longer]] + at] * factor
-        found = np.insert(found, (np.cumsum(whole) - whole)[short], of_short)
+        result = np.insert(result, (np.cumsum(whole) - whole)[short], of_short)
     offsets = np.concatenate([[0], np.cumsum(np.where(counts > 0, np.maximum(whole, 1), 0))])
-    return mixed(found), offsets
+    return mixed(result), offsets
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
     """A permutation of uint64 that spreads every bit over all bits (the finaliser of SplitMix64)."""
     shifted = values >> np.uint64(30)
-    found = values ^ shifted
+    result = values ^ shifted
     for factor, shift in ((0xBF58476D1CE4E5B9, 27), (0x94D049BB133111EB, 31)):
-        found *= np.uint64(factor)
-        found ^= np.right_shift(found, np.uint64(shift), out=shifted)
-    return found
+        result *= np.uint64(factor)
+        result ^= np.right_shift(result, np.uint64(shift), out=shifted)
+    return result
 
 
 def _words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -97,8 +97,8 @@ def _words_of(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     words, begins, at = [], [], 0
     while at < len(values):
         stop = _cut(values, is_alone, at)
-        found, starts = _hashed(values[at:stop], None if is_alone is None else is_alone[at:stop])
-        words.append(found)
+        result, starts = _hashed(values[at:stop], None if is_alone is None else is_alone[at:stop])
+        words.append(result)
         begins.append(starts + at)
         at = stop
     if not words:
@@ -144,21 +144,21 @@ def _hashed(values: np.ndarray, is_alone: np.ndarray | None) -> tuple[np.ndarray
     # A polynomial of the word's characters; separators add nothing to the word before them.
     sums = np.multiply(values, powers[: len(values)])
     np.cumsum(sums, out=sums)
-    found = np.diff(sums[np.append(starts[1:], len(sums)) - 1], prepend=np.uint64(0))
-    found *= inverses[starts]
-    return mixed(found), starts
+    result = np.diff(sums[np.append(starts[1:], len(sums)) - 1], prepend=np.uint64(0))
+    result *= inverses[starts]
+    return mixed(result), starts
 
 
 @functools.cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
     """[_CHARACTERS] uint64: the powers of _OF_CHARACTER and of its inverse, modulo 2 ** 64."""
     bases = (_OF_CHARACTER, pow(_OF_CHARACTER, -1, 1 << 64))
-    found = []
+    result = []
     for base in bases:
         steps = np.full(_CHARACTERS, base, np.uint64)
         steps[0] = 1
-        found.append(np.multiply.accumulate(steps))
-    return found[0], found[1]
+        result.append(np.multiply.accumulate(steps))
+    return result[0], result[1]
 
 
 @functools.cache
@@ -172,12 +172,12 @@ def _ascii() -> bytes:
 def _classes(codes: np.ndarray) -> np.ndarray:
     """[n] uint8: the class of each code point."""
     known = _known_classes()
-    found = known[codes]
-    if (found == _UNKNOWN).any():
-        for code in np.unique(codes[found == _UNKNOWN]).tolist():
+    result = known[codes]
+    if (result == _UNKNOWN).any():
+        for code in np.unique(codes[result == _UNKNOWN]).tolist():
             known[code] = _class(code)
-        found = known[codes]
-    return found
+        result = known[codes]
+    return result
 
 
 @functools.cache

@@ -57,12 +57,12 @@ def read(
     file.seek(at)
     begins = np.frombuffer(file.read(_HEAD_BYTES), "<u4")
     first, last = int(begins[within[0]]), int(begins[within[1]])
-    found = []
+    result = []
     for column in range(columns):
         file.seek(at + _HEAD_BYTES + 8 * (column * count + first))
-        found.append(np.frombuffer(file.read(8 * (last - first)), "<u8"))
+        result.append(np.frombuffer(file.read(8 * (last - first)), "<u8"))
     file.seek(at + _HEAD_BYTES + 8 * columns * count + 4 * first)
-    return np.stack(found), np.frombuffer(file.read(4 * (last - first)), "<u4")
+    return np.stack(result), np.frombuffer(file.read(4 * (last - first)), "<u4")
 
 
 def repeated(keys: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -295,9 +295,9 @@ def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, st
         if not all(_COLUMN.fullmatch(name.strip(_CELL_MARKS)) for name in names):
             continue
         named = {
-            at: found for at, name in enumerate(names) if (found := _SECRET_NAME.fullmatch(name.strip(_CELL_MARKS)))
+            at: result for at, name in enumerate(names) if (result := _SECRET_NAME.fullmatch(name.strip(_CELL_MARKS)))
         }
-        named = {at: found for at, found in named.items() if not _names_another(found)}
+        named = {at: output for at, output in named.items() if not _names_another(output)}
         at, others = head.end() + 1, 0  # others: rows one after the other that have another number of cells
         while named and others < _MOST_OTHERS:
             # A quote may be alone, as in 5": then each line is a row.
@@ -305,11 +305,11 @@ def in_columns(text: str, anchors: Sequence[int]) -> Iterator[tuple[int, int, st
             end = row[-1].stop if row else text.find("\n", at)
             end = len(text) if end < 0 else end
             others = 0 if row else others + 1 if text[at:end].strip() else _MOST_OTHERS
-            for column, found in named.items() if row else ():
+            for column, result in named.items() if row else ():
                 value = text[row[column]].strip(_CELL_MARKS)
                 begin = text.find(value, row[column].start)
-                if value and not is_placeholder(value) and _is_shown(found, value):
-                    yield begin, begin + len(value), "password" if found["password"] else "named_secret"
+                if value and not is_placeholder(value) and _is_shown(result, value):
+                    yield begin, begin + len(value), "password" if result["password"] else "named_secret"
             if end == len(text):
                 break
             at = end + 1
@@ -330,11 +330,11 @@ def _row(text: str, at: int, cell: re.Pattern[str], count: int) -> list[slice]:
     """Where the cells of a row are in the text; empty: it has another number of cells than `count`, or too many lines."""
     cells: list[slice] = []
     most = at + _MOST_ROW
-    while (found := cell.match(text, at)) and len(cells) < count and (at <= most or '"' not in cell.pattern):
-        cells.append(slice(*found.span(1)))
-        if found.end() == found.end(1):  # without a mark behind it
+    while (result := cell.match(text, at)) and len(cells) < count and (at <= most or '"' not in cell.pattern):
+        cells.append(slice(*result.span(1)))
+        if result.end() == result.end(1):  # without a mark behind it
             return cells if len(cells) == count else []
-        at = found.end()
+        at = result.end()
     return []
 
 
@@ -344,7 +344,7 @@ _SECRET_NAME = re.compile(rf"(?i)[A-Za-z0-9_. -]{{0,40}}?{_NAME}{_REST}")
 
 def is_secret_member(name: str, value: str) -> bool:
     """Whether a member of a JSON object is a secret, by its name: {"password": "..."}."""
-    found = _SECRET_NAME.match(name)
-    if found is None or _names_another(found) or is_placeholder(value):
+    result = _SECRET_NAME.match(name)
+    if result is None or _names_another(result) or is_placeholder(value):
         return False
-    return _is_password(value) if found["password"] else _is_key(value)
+    return _is_password(value) if result["password"] else _is_key(value)

@@ -80,7 +80,7 @@ def _is_card(found: re.Match[str]) -> bool:
     if _CARD.fullmatch(digits) is None or (len(parts) > 1 and parts not in _GROUPS) or len(set(digits)) < 2:
         return False
     doubled = [int(c) * (2 - (i % 2)) for i, c in enumerate(reversed(digits), 1)]
-    return sum(one - 9 if one > 9 else one for one in doubled) % 10 == 0
+    return sum(item - 9 if item > 9 else item for item in doubled) % 10 == 0
 
 
 def _is_iban(found: re.Match[str]) -> bool:

@@ -87,18 +87,18 @@ class Scope:
     ) -> dict[str, str]:
         if len(self._placeholders) > _NUMBERED:
             self._placeholders.clear()
-        found = {text: [one for one in secrets.find(text) if self._counts(one)] for text in texts}
+        result = {text: [entry for entry in secrets.find(text) if self._counts(entry)] for text in texts}
         for text in members:
             if text not in self._settings.allow:
-                found[text] = [self._member(text)]
-        for each in found.values():
-            for one in each:
-                self._learn(one)
+                result[text] = [self._member(text)]
+        for each in result.values():
+            for item in each:
+                self._learn(item)
         redacted = {}
-        for text, each in found.items():
+        for text, each in result.items():
             spans = self._with_known(text, each)
             if counts is not None:
-                counts.update(one.kind for one in spans)
+                counts.update(span.kind for span in spans)
             redacted[text] = self._replaced(text, spans)
         return redacted
 
@@ -122,20 +122,20 @@ class Scope:
 
     def _with_known(self, text: str, found: list[Found]) -> list[Found]:
         spans = list(found)
-        for value, one in self._known.items():
+        for value, item in self._known.items():
             at = text.find(value)
             while at >= 0:
                 end = at + len(value)
                 if not any(other.start < end and at < other.end for other in spans):
-                    spans.append(dataclasses.replace(one, start=at, end=end))
+                    spans.append(dataclasses.replace(item, start=at, end=end))
                 at = text.find(value, end)
-        return sorted(spans, key=lambda one: one.start)
+        return sorted(spans, key=lambda entry: entry.start)
 
     def _replaced(self, text: str, spans: list[Found]) -> str:
         parts, at = [], 0
-        for one in spans:
-            parts += [text[at : one.start], self._placeholder(one)]
-            at = one.end
+        for span in spans:
+            parts += [text[at : span.start], self._placeholder(span)]
+            at = span.end
         return "".join([*parts, text[at:]]) if spans else text
 
     def _placeholder(self, found: Found) -> str:

@@ -94,10 +94,10 @@ def decoded_base64(text: str) -> str | None:
     if len(body) % 4 == 1:
         return None
     try:
-        found = base64.b64decode(body + "=" * (-len(body) % 4), validate=True).decode("utf-8")
+        result = base64.b64decode(body + "=" * (-len(body) % 4), validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         return None
-    return found if all(c.isprintable() or c in "\t\n\r" for c in found) else None
+    return result if all(c.isprintable() or c in "\t\n\r" for c in result) else None
 
 
 def _token(

@@ -105,11 +105,11 @@ def _groups(plugins: bool) -> dict[re.Pattern[str] | None, _Group]:
     grouped: dict[re.Pattern[str] | None, list[tuple[int, Rule]]] = {}
     for rank, rule in enumerate(rules(plugins=plugins)):
         grouped.setdefault(rule.within or rule.anchor, []).append((rank, rule))
-    found = {}
+    result = {}
     for coarse, ranked in grouped.items():
         gates = {gate for _, rule in ranked for gate in rule.gates or ("",)}
-        found[coarse] = _Group(ranked, re.compile("|".join(map(re.escape, sorted(gates)))))
-    return found
+        result[coarse] = _Group(ranked, re.compile("|".join(map(re.escape, sorted(gates)))))
+    return result
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def _of_plugins() -> Iterator[Rule]:
 
 def has_secret(text: str) -> bool:
     """Whether a text has a secret by own rules; without detect-secrets, for verbs that must not need it."""
-    return any(one.category is Category.SECRET for one in find(text, plugins=False))
+    return any(item.category is Category.SECRET for item in find(text, plugins=False))
 
 
 def find(text: str, *, depth: int = 0, plugins: bool = True) -> list[Found]:
@@ -151,15 +151,15 @@ def find(text: str, *, depth: int = 0, plugins: bool = True) -> list[Found]:
     Raises:
       UserError: detect-secrets is not installed.
     """
-    found: list[Found] = []
+    result: list[Found] = []
     for view in views_of(text):
         scan = _Scan(view, plugins)
-        found += scan.by_rules()
+        result += scan.by_rules()
         if not view.is_joined:
-            found += [*scan.unnamed(), *scan.in_columns()]
+            result += [*scan.unnamed(), *scan.in_columns()]
         if depth < _DEEPEST:
-            found += scan.in_base64(depth)
-    return _merged(found) if found else found
+            result += scan.in_base64(depth)
+    return _merged(result) if result else result
 
 
 class _Scan:
@@ -180,7 +180,7 @@ class _Scan:
 
     def _spans_of(self, pattern: re.Pattern[str]) -> list[tuple[int, int]]:
         if pattern not in self._spans:
-            spans = [found.span() for found in pattern.finditer(self._text)]
+            spans = [result.span() for result in pattern.finditer(self._text)]
             if self._view.is_joined:  # what is within one piece is found in the text itself
                 spans = [span for span in spans if self._view.has_joint(*span)]
             self._spans[pattern] = spans
@@ -239,7 +239,7 @@ class _Scan:
             for match in _BASE64.finditer(self._text, begin, end):
                 decoded = decoded_base64(match[0])
                 if decoded is not None and (inner := find(decoded, depth=depth + 1, plugins=self._plugins)):
-                    first = min(inner, key=lambda one: one.rank)
+                    first = min(inner, key=lambda item: item.rank)
                     yield self._found(match.span(), first.kind, first.category, match[0], first.rank)
 
     def _found(self, span: tuple[int, int], kind: str, category: Category, value: str, rank: int) -> Found:
@@ -259,11 +259,11 @@ def _is_generated(value: str) -> bool:
 
 def _merged(found: Sequence[Found]) -> list[Found]:
     merged: list[Found] = []
-    for one in sorted(found, key=lambda one: (one.start, one.end, one.rank)):
-        if not merged or one.start >= merged[-1].end:
-            merged.append(one)
+    for item in sorted(found, key=lambda entry: (entry.start, entry.end, entry.rank)):
+        if not merged or item.start >= merged[-1].end:
+            merged.append(item)
             continue
         last = merged[-1]
-        best = min(last, one, key=lambda each: each.rank)
-        merged[-1] = dataclasses.replace(best, start=last.start, end=max(last.end, one.end))
+        best = min(last, item, key=lambda each: each.rank)
+        merged[-1] = dataclasses.replace(best, start=last.start, end=max(last.end, item.end))
     return merged

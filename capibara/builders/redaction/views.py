@@ -93,10 +93,10 @@ def _replaced(
             lengths.append(length)
             size += len(part)
 
-    for found in pattern.finditer(text):
-        add(text[at : found.start()], at, -1)
-        add(new(found), found.start(), found.end() - found.start())
-        at = found.end()
+    for result in pattern.finditer(text):
+        add(text[at : result.start()], at, -1)
+        add(new(result), result.start(), result.end() - result.start())
+        at = result.end()
     if not at:
         return None
     add(text[at:], at, -1)

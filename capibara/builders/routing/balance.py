@@ -67,19 +67,19 @@ class Balance:
           counts: texts of each domain in the split.
           split: its name.
         """
-        found = dict(counts)
+        result = dict(counts)
         if split in self.splits and self.method is not BalanceMethod.NONE:
             power = 0.0 if self.temperature is None else 1 / self.temperature
             weights = {name: count**power for name, count in counts.items() if count}
             of_each = [counts[name] / weight for name, weight in weights.items()]
             if self.method is BalanceMethod.CAP:
                 scale = min(of_each, default=0.0)
-                found |= {name: min(counts[name], round(scale * weight)) for name, weight in weights.items()}
+                result |= {name: min(counts[name], round(scale * weight)) for name, weight in weights.items()}
             else:
                 scale = max(of_each, default=0.0)
-                found |= {
+                result |= {
                     name: min(counts[name] * self.max_repeats, max(counts[name], round(scale * weight)))
                     for name, weight in weights.items()
                 }
         most = math.inf if self.per_domain is None or split not in self.splits else self.per_domain
-        return {name: int(min(count, most)) for name, count in found.items()}
+        return {name: int(min(count, most)) for name, count in result.items()}

@@ -64,8 +64,8 @@ def build(
             return manifest
         sets = settings.decontamination.about()
         _read(inputs, output, settings, num_workers, progress)
-        found = Scratch(output.scratch, len(inputs))
-        chosen = selection.select(found, settings.splits, settings.balance, settings.names)
+        result = Scratch(output.scratch, len(inputs))
+        chosen = selection.select(result, settings.splits, settings.balance, settings.names)
         counts = collections.Counter(statistics.counts(chosen, settings.names))
         for whole in output.scratch.all():
             counts.update(whole.counts)
@@ -75,8 +75,8 @@ def build(
         statistics.check(chosen, settings.names, settings.min_examples)
         about = {"capibara.kind": KIND, "capibara.schema": str(SCHEMA), "capibara.domains": json.dumps(settings.names)}
         for shard in files.shards(chosen, settings.shards):
-            files.write(output, shard, chosen, found, about)
-        _write_reports(output, chosen, found, [one.path for one in inputs])
+            files.write(output, shard, chosen, result, about)
+        _write_reports(output, chosen, result, [item.path for item in inputs])
         with output.part("statistics.json") as part:
             statistic = {"schema": SCHEMA, **statistics.of(chosen, settings.names), "evaluation_sets": sets}
             part.write(json.dumps(statistic, indent=1, sort_keys=True, ensure_ascii=False).encode() + b"\n")
@@ -101,7 +101,7 @@ def _check_any(counts: Mapping[str, int], problems: Problems) -> None:
     if counts["labelled"]:
         return
     causes = [f"{count:,} {name}" for name, count in counts.items() if name.startswith("excluded as")]
-    causes += [f"{problems.total:,} skipped, the first: {one}" for one in [*problems][:1]]
+    causes += [f"{problems.total:,} skipped, the first: {item}" for item in [*problems][:1]]
     raise UserError(
         f"IN has {counts['records']:,} records, and none that is of a domain ({'; '.join(causes) or 'it is empty'}): "
         "correct it, or name other files"
@@ -116,7 +116,7 @@ def _read(
     progress: Callable[[int, int], None],
 ) -> None:
     """Reads all files; those that an earlier run has read are kept."""
-    paths = [one.path for one in inputs]
+    paths = [item.path for item in inputs]
     common = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonpath([os.path.abspath(p) for p in paths])
     reader = Reader(parts=output.scratch, settings=settings, common=os.path.abspath(common))
     todo = [

@@ -73,8 +73,8 @@ class EvaluationSet:
         if self.paths:
             return self._named()
         module, name, package = _PACKAGES[self.name]
-        found = importlib.util.find_spec(module)
-        path = "" if found is None or found.origin is None else os.path.join(os.path.dirname(found.origin), name)
+        result = importlib.util.find_spec(module)
+        path = "" if result is None or result.origin is None else os.path.join(os.path.dirname(result.origin), name)
         if not os.path.exists(path):
             raise UserError(
                 f"EvaluationSet {self.name!r} needs the package {package}: pip install {package}, or name its files in paths"
@@ -101,13 +101,13 @@ class EvaluationSet:
           UserError: a file cannot be read, or has no text.
         """
         for path in self.files():
-            problems, found = Problems(), False
+            problems, result = Problems(), False
             for text in self._of_file(path, problems):
-                found = True
+                result = True
                 yield text
             if problems:
                 raise UserError(f"EvaluationSet {self.name!r}: {next(iter(problems))}: correct the file")
-            if not found:
+            if not result:
                 raise UserError(
                     f"EvaluationSet {self.name!r}: {path} has no text{' in ' * bool(self.fields)}"
                     f"{', '.join(self.fields)}: correct its paths or fields"
@@ -126,8 +126,8 @@ def _texts(value: Any) -> Iterator[str]:
     """All texts of a JSON value, names of members excepted."""
     if isinstance(value, str):
         yield value
-    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts(one)
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(item)
 
 
 @configurable
@@ -160,7 +160,7 @@ class Decontamination:
             )
         if not 0 <= self.ratio <= 1:
             raise UserError(f"Decontamination.ratio ({self.ratio}) must be from 0 to 1: try 0.7")
-        names = [one.name for one in self.sets]
+        names = [item.name for item in self.sets]
         if len({*names}) != len(names):
             raise UserError(f"Decontamination.sets ({', '.join(names)}) must have distinct names")
 
@@ -171,15 +171,15 @@ class Decontamination:
           UserError: a file is missing.
         """
         sets: list[Json] = []
-        for one in self.sets:
-            hashes = sorted(file.sha256 for file in fingerprints.inputs_of(one.files()))
-            sets.append({"name": one.name, "files": [*hashes], "fields": [*one.fields]})
+        for item in self.sets:
+            hashes = sorted(file.sha256 for file in fingerprints.inputs_of(item.files()))
+            sets.append({"name": item.name, "files": [*hashes], "fields": [*item.fields]})
         return {"sets": sets, "words": self.words, "min_words": self.min_words, "ratio": self.ratio}
 
     def about(self) -> dict[str, Json]:
         """By set: how many of its texts are looked for, and how many are too short; raises as `index`."""
         index = self.index()
-        return {one.name: index.about(one.name) for one in self.sets}
+        return {item.name: index.about(item.name) for item in self.sets}
 
     def index(self) -> NGrams:
         """The n-grams of all sets; takes some 20 bytes for each word of them.
@@ -202,24 +202,24 @@ class NGrams:
 
     def __init__(self, settings: Decontamination):
         self._ratio = settings.ratio
-        self._names = [one.name for one in settings.sets]
+        self._names = [entry.name for entry in settings.sets]
         self._texts, self._short = collections.Counter[str](), collections.Counter[str]()
         self._sizes: list[int] = []  # n-grams of each text
         self._sets: list[int] = []  # the set of each text
-        found: dict[int, list[tuple[np.ndarray, np.ndarray]]] = collections.defaultdict(list)
-        for number, one in enumerate(settings.sets):
-            for text in one.texts():
+        result: dict[int, list[tuple[np.ndarray, np.ndarray]]] = collections.defaultdict(list)
+        for number, item in enumerate(settings.sets):
+            for text in item.texts():
                 hashes = _hashes(words(text))
                 if len(hashes) < settings.min_words:
-                    self._short[one.name] += 1
+                    self._short[item.name] += 1
                     continue
                 size = min(settings.words, len(hashes))
                 grams = np.unique(_grams(hashes, size))
-                found[size].append((grams, np.full(len(grams), len(self._sizes), np.uint32)))
+                result[size].append((grams, np.full(len(grams), len(self._sizes), np.uint32)))
                 self._sizes.append(len(grams))
                 self._sets.append(number)
-                self._texts[one.name] += 1
-        self._tables = {size: _sorted(parts) for size, parts in sorted(found.items())}
+                self._texts[item.name] += 1
+        self._tables = {size: _sorted(parts) for size, parts in sorted(result.items())}
 
     def about(self, name: str) -> dict[str, Json]:
         """Of a set: how many of its texts are looked for, and how many are too short."""
@@ -238,7 +238,7 @@ class NGrams:
             for begin, end in zip(begins[begins < ends].tolist(), ends[begins < ends].tolist()):
                 for owner in owners[begin:end].tolist():
                     shared[owner] = shared.get(owner, 0) + 1
-        enough = {self._sets[one] for one, count in shared.items() if count >= self._ratio * self._sizes[one]}
+        enough = {self._sets[item] for item, count in shared.items() if count >= self._ratio * self._sizes[item]}
         return [self._names[number] for number in sorted(enough)]
 
 
@@ -264,7 +264,7 @@ def _grams(hashes: np.ndarray, size: int) -> np.ndarray:
 
 def key_of_words(text: str, fewest: int) -> int | None:
     """A hash of a text's words, whatever its signs, spaces and case; None: it has fewer words."""
-    found = words(text)
-    if len(found) < fewest:
+    result = words(text)
+    if len(result) < fewest:
         return None
-    return key_of(" ".join(found))
+    return key_of(" ".join(result))

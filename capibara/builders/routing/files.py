@@ -43,14 +43,14 @@ class Shard:
 
 def shards(selection: Selection, count: int) -> list[Shard]:
     """The files of all splits; train has `count`."""
-    found = []
+    result = []
     for split, name in enumerate(NAMES):
         size, pieces = len(selection.orders[split][0]), count if split == 0 else 1
         edges = np.linspace(0, size, pieces + 1).astype(int).tolist()
         for number, (begin, end) in enumerate(zip(edges, edges[1:])):
             suffix = f"-{number:05d}-of-{pieces:05d}" if pieces > 1 else ""
-            found.append(Shard(split=split, name=f"{name}{suffix}", begin=begin, end=end))
-    return found
+            result.append(Shard(split=split, name=f"{name}{suffix}", begin=begin, end=end))
+    return result
 
 
 def write(output: Output, shard: Shard, selection: Selection, scratch: Scratch, about: dict[str, str]) -> None:

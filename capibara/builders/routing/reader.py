@@ -75,7 +75,7 @@ class _File:
     def __init__(self, settings: RoutingSet, parts: dict[str, Part], path: str, shown: str):
         self._settings = settings
         self._parts, self._path, self._shown = parts, path, shown
-        self._numbers = {one: number for number, one in enumerate(settings.names)}
+        self._numbers = {item: number for number, item in enumerate(settings.names)}
         self._known = frozenset(language for domain in settings.resolved for language in domain.languages)
         self._count = 0  # records
         self._rows: list[Row] = []  # the last ones, not yet written
@@ -209,12 +209,12 @@ class _File:
         if settings is None or not self._unsigned:
             return
         rows = np.array([row for row, _ in self._unsigned], np.uint32)
-        found = near.signatures([text for _, text in self._unsigned], settings)
-        for keys in near.keys(found, settings):
+        result = near.signatures([text for _, text in self._unsigned], settings)
+        for keys in near.keys(result, settings):
             for row, key in zip(rows.tolist(), keys.tolist()):
                 self._near.add(row, key)
         signed = np.zeros(len(rows), signature_dtype(settings))
-        signed["row"], signed["signature"] = rows, found
+        signed["row"], signed["signature"] = rows, result
         self._parts["signatures"].write(signed.tobytes())
         self._parts["signatures"].records += len(rows)
         self._unsigned.clear()
@@ -223,21 +223,21 @@ class _File:
         """Hashes of the words of the code, messages and paragraphs that are long enough."""
         pieces = [code.text for code in facts.codes] + [piece.text for piece in draft.pieces]
         pieces += [text for piece in draft.pieces for text in _PARAGRAPH.split(piece.text)]
-        found = (key_of_words(text, self._settings.splits.link_words) for text in dict.fromkeys(pieces))
-        return {key for key in found if key is not None}
+        result = (key_of_words(text, self._settings.splits.link_words) for text in dict.fromkeys(pieces))
+        return {key for key in result if key is not None}
 
     def _contaminated(self, line: int, sets: list[str]) -> None:
         part = self._parts["contaminated"]
-        for one in sets:
-            part.write_record({"path": self._path, "line": line, "set": one})
-            part.counts[f"contaminated by {one}"] += 1
+        for item in sets:
+            part.write_record({"path": self._path, "line": line, "set": item})
+            part.counts[f"contaminated by {item}"] += 1
 
 
 def _redacted(draft: Draft, scope: Scope, counts: collections.Counter[str]) -> tuple[str, Draft]:
     """The name of the source, and the record, without secrets and personal data."""
-    found: collections.Counter[str] = collections.Counter()
-    texts = scope.redact_texts([draft.source, draft.declared or "", *(piece.text for piece in draft.pieces)], found)
-    counts.update({f"redacted {kind}": count for kind, count in found.items()})
+    result: collections.Counter[str] = collections.Counter()
+    texts = scope.redact_texts([draft.source, draft.declared or "", *(piece.text for piece in draft.pieces)], result)
+    counts.update({f"redacted {kind}": count for kind, count in result.items()})
     source, declared, *clean = texts
     pieces: list[Piece] = [dataclasses.replace(piece, text=text) for piece, text in zip(draft.pieces, clean)]
     return source, dataclasses.replace(draft, pieces=tuple(pieces), declared=declared or None)

@@ -136,11 +136,11 @@ class Scratch:
 
     def rows(self) -> np.ndarray:
         """[n] of `DTYPE`, of all records in their order."""
-        found = np.zeros(int(self.begins[-1]), DTYPE)
+        result = np.zeros(int(self.begins[-1]), DTYPE)
         for number, (begin, end) in enumerate(zip(self.begins, self.begins[1:])):
             if end > begin:
-                found[begin:end] = np.fromfile(self.path("rows", number), DTYPE)
-        return found
+                result[begin:end] = np.fromfile(self.path("rows", number), DTYPE)
+        return result
 
     def repeated(self, folder: str, columns: int = 1) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Records that share a key with an earlier one, and the first with that key, for one range of keys at a time."""
@@ -151,8 +151,8 @@ class Scratch:
                 with open(self.path(folder, number), "rb") as file:
                     for chunk in range(math.ceil(count / _CHUNK)):
                         size = min(_CHUNK, count - chunk * _CHUNK)
-                        found, local = tables.read(file, chunk * tables.size(_CHUNK, columns), size, within, columns)
-                        keys.append(found)
+                        result, local = tables.read(file, chunk * tables.size(_CHUNK, columns), size, within, columns)
+                        keys.append(result)
                         rows.append(local + np.uint32(self.begins[number]))
             yield tables.repeated(np.concatenate(keys, axis=1), np.concatenate(rows))
 
@@ -162,19 +162,19 @@ class Scratch:
             rows, others = np.unique(np.stack([rows, others]), axis=1)
             for begin in range(0, len(rows), _COMPARED):
                 pair = rows[begin : begin + _COMPARED], others[begin : begin + _COMPARED]
-                one, other = (self._signatures(part, near) for part in pair)
-                found = are_similar(one, other, near)
-                yield pair[0][found], pair[1][found]
+                item, other = (self._signatures(part, near) for part in pair)
+                result = are_similar(item, other, near)
+                yield pair[0][result], pair[1][result]
 
     def _signatures(self, rows: np.ndarray, near: NearDuplicates) -> np.ndarray:
         """[k, permutations] uint32, of records that have a signature."""
-        found = np.zeros((len(rows), near.permutations), np.uint32)
+        result = np.zeros((len(rows), near.permutations), np.uint32)
         numbers = np.searchsorted(self.begins, rows, side="right") - 1
         for number in np.unique(numbers).tolist():
             signed = np.memmap(self.path("signatures", number), signature_dtype(near), "r")
             here = np.flatnonzero(numbers == number)
-            found[here] = signed["signature"][np.searchsorted(signed["row"], rows[here] - self.begins[number])]
-        return found
+            result[here] = signed["signature"][np.searchsorted(signed["row"], rows[here] - self.begins[number])]
+        return result
 
     def where(self, row: int) -> int:
         """The number of the input file of a record."""

@@ -73,19 +73,21 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
     texts = [*scratch.repeated("texts", columns=2)]
     again, first = _joined(texts)
     rows["state"][again] = State.DUPLICATE
-    kept = rows["state"] == State.KEPT
+    retained = rows["state"] == State.KEPT
     before = np.zeros((len(NAMES), len(domains)), np.int64)
-    np.add.at(before, (split[kept], rows["domain"][kept]), 1)
-    used = np.unique(own[kept], return_index=True)[1]
+    np.add.at(before, (split[retained], rows["domain"][retained]), 1)
+    used = np.unique(own[retained], return_index=True)[1]
     elsewhere = int((own[again] != own[first]).sum())
     return Selection(
         rows=rows,
         split=split,
         before=before,
-        orders=tuple(_order(rows, kept & (split == at), at, before[at], balance, domains) for at in range(len(NAMES))),
-        sources=np.bincount(split[kept][used], minlength=len(NAMES)),
-        linked=len(used) - len(np.unique(group[kept])),
-        largest=int(np.bincount(group[kept], minlength=1).max()),
+        orders=tuple(
+            _order(rows, retained & (split == at), at, before[at], balance, domains) for at in range(len(NAMES))
+        ),
+        sources=np.bincount(split[retained][used], minlength=len(NAMES)),
+        linked=len(used) - len(np.unique(group[retained])),
+        largest=int(np.bincount(group[retained], minlength=1).max()),
         repeated=len(again) - elsewhere,
         repeated_elsewhere=elsewhere,
         contradicted=int((rows["domain"][again] != rows["domain"][first]).sum()),
@@ -95,17 +97,17 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
 
 def _of_two_sources(pairs: Iterable[tuple[np.ndarray, np.ndarray]], own: np.ndarray) -> _Pairs:
     """The pairs whose records are of different sources, each once: a session repeats itself often."""
-    found = []
+    result = []
     for rows, others in pairs:
         apart = own[rows] != own[others]
-        one, other = np.unique(np.stack([rows[apart], others[apart]]), axis=1)
-        found.append((one, other))
-    return found
+        item, other = np.unique(np.stack([rows[apart], others[apart]]), axis=1)
+        result.append((item, other))
+    return result
 
 
 def _joined(pairs: _Pairs) -> tuple[np.ndarray, np.ndarray]:
     empty = np.zeros(0, np.uint32)
-    return np.concatenate([empty, *(one for one, _ in pairs)]), np.concatenate([empty, *(one for _, one in pairs)])
+    return np.concatenate([empty, *(item for item, _ in pairs)]), np.concatenate([empty, *(item for _, item in pairs)])
 
 
 def _groups(count: int, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
@@ -118,14 +120,14 @@ def _groups(count: int, pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> np.nd
 
 def _smallest(keys: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """[n], the smallest key of each record's group."""
-    found = keys.copy()
-    np.minimum.at(found, groups, keys)
-    return found[groups]
+    result = keys.copy()
+    np.minimum.at(result, groups, keys)
+    return result[groups]
 
 
 def _leaks(split: np.ndarray, shared: Sequence[_Pairs]) -> np.ndarray:
     """The pairs whose records are in different splits, by what they share (`SHARED`), each pair once."""
-    found = np.zeros(0, LEAK)
+    result = np.zeros(0, LEAK)
     for what, pairs in enumerate(shared):
         rows, others = _joined(pairs)
         is_leak = split[rows] != split[others]
@@ -133,10 +135,10 @@ def _leaks(split: np.ndarray, shared: Sequence[_Pairs]) -> np.ndarray:
         leaks = np.zeros(len(rows), LEAK)
         leaks["row"], leaks["first"], leaks["shared"] = rows, others, what
         leaks["split"], leaks["first_split"] = split[rows], split[others]
-        found = np.concatenate([found, leaks])
-    found = found[np.lexsort((found["shared"], found["first"], found["row"]))]
-    is_new = np.append(True, (found[["row", "first"]][1:] != found[["row", "first"]][:-1]))
-    return found[is_new[: len(found)]]
+        result = np.concatenate([result, leaks])
+    result = result[np.lexsort((result["shared"], result["first"], result["row"]))]
+    is_new = np.append(True, (result[["row", "first"]][1:] != result[["row", "first"]][:-1]))
+    return result[is_new[: len(result)]]
 
 
 def _order(
@@ -146,8 +148,8 @@ def _order(
     targets = balance.targets(dict(zip(domains, counts.tolist())), NAMES[split])
     chosen, repeats = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
     for number, domain in enumerate(domains):
-        found = np.flatnonzero(wanted & (rows["domain"] == number))
-        ranked = found[np.lexsort((found, seeded(rows["id"][found], balance.seed, 2)))]
+        result = np.flatnonzero(wanted & (rows["domain"] == number))
+        ranked = result[np.lexsort((result, seeded(rows["id"][result], balance.seed, 2)))]
         remaining, repeat = targets[domain], 0
         while remaining > 0 and len(ranked):
             part = ranked[:remaining]

@@ -91,7 +91,7 @@ class RoutingSet:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the domains."""
-        return tuple(one.name for one in self.resolved)
+        return tuple(item.name for item in self.resolved)
 
     def declares_none(self, domain: str) -> bool:
         """Whether a record's domain says nothing, such as "general", and is not the name of one of the set's."""
@@ -103,7 +103,7 @@ class RoutingSet:
         Raises:
           UserError: a file of an evaluation set is missing.
         """
-        found = {name: value for name, value in dataclasses.asdict(self).items()}
-        found["domains"] = [dataclasses.asdict(one) for one in self.resolved]
-        found["decontamination"] = self.decontamination.as_json()
-        return {"schema": SCHEMA, **json.loads(json.dumps(found))}
+        result = {name: value for name, value in dataclasses.asdict(self).items()}
+        result["domains"] = [dataclasses.asdict(item) for item in self.resolved]
+        result["decontamination"] = self.decontamination.as_json()
+        return {"schema": SCHEMA, **json.loads(json.dumps(result))}

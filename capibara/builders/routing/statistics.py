@@ -27,10 +27,10 @@ _REASONS = {
 def of(selection: Selection, domains: Sequence[str]) -> dict[str, Json]:
     """The statistics, as JSON."""
     before, after, rows = selection.before, selection.after(), selection.rows
-    kept = rows["state"] == State.KEPT
+    retained = rows["state"] == State.KEPT
     of_domains: dict[str, Json] = {}
     for number, domain in enumerate(domains):
-        here = rows[kept & (rows["domain"] == number)]
+        here = rows[retained & (rows["domain"] == number)]
         of_domains[domain] = {
             "examples": len(here),
             "before_balancing": _by_name(NAMES, before[:, number]),
@@ -52,12 +52,12 @@ def _by_name(names: Sequence[str], counts: np.ndarray) -> dict[str, Json]:
 def counts(selection: Selection, domains: Sequence[str]) -> dict[str, int]:
     """The counts of the manifest; zeros are omitted."""
     after, rows = selection.after(), selection.rows
-    found = {f"{name} {domain}": int(after[i, j]) for i, name in enumerate(NAMES) for j, domain in enumerate(domains)}
-    found |= {name: int(after[number].sum()) for number, name in enumerate(NAMES)}
-    found |= {f"sources of {name}": int(selection.sources[number]) for number, name in enumerate(NAMES)}
-    found |= {f"excluded as {reason}": int((rows["state"] == state).sum()) for state, reason in _REASONS.items()}
+    result = {f"{name} {domain}": int(after[i, j]) for i, name in enumerate(NAMES) for j, domain in enumerate(domains)}
+    result |= {name: int(after[number].sum()) for number, name in enumerate(NAMES)}
+    result |= {f"sources of {name}": int(selection.sources[number]) for number, name in enumerate(NAMES)}
+    result |= {f"excluded as {reason}": int((rows["state"] == state).sum()) for state, reason in _REASONS.items()}
     balanced = selection.before.sum() - sum(len(np.unique(order)) for order, _ in selection.orders)
-    found |= {
+    result |= {
         "labelled": int(((rows["state"] == State.KEPT) | (rows["state"] == State.DUPLICATE)).sum()),
         "repeated texts of a source": selection.repeated,
         "repeated texts of other sources": selection.repeated_elsewhere,
@@ -67,7 +67,7 @@ def counts(selection: Selection, domains: Sequence[str]) -> dict[str, int]:
         "leaks prevented": len(selection.leaks),
         "excluded by balancing": int(balanced),
     }
-    return {name: count for name, count in found.items() if count}
+    return {name: count for name, count in result.items() if count}
 
 
 def check(selection: Selection, domains: Sequence[str], min_examples: int) -> None:

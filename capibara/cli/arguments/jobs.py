@@ -48,7 +48,7 @@ def add_job(parser: argparse.ArgumentParser, backend: type[Backend]) -> None:
     add("--restarts", type=int, default=10, metavar="N", help="most restarts; default: 10")
     add("--grace", type=int, default=300, metavar="S", help="seconds to save a checkpoint after SIGTERM; default: 300")
     add("--priority", help="priority class or quality of service")
-    add("--capacity", choices=[str(one) for one in Capacity], default="on_demand", help="default: on_demand")
+    add("--capacity", choices=[str(item) for item in Capacity], default="on_demand", help="default: on_demand")
     add("--reservation", metavar="NAME", help="with --capacity=reserved")
     add("--budget_usd", type=float, metavar="USD", help="the job ends before its chips cost more")
     add("--usd_per_chip_hour", type=float, metavar="USD", help="the actual price; default: the list price on demand")
@@ -86,21 +86,21 @@ def values_of(args: argparse.Namespace, backend: type[Backend]) -> dict[str, obj
 
 def pairs(texts: Sequence[str], flag: str) -> dict[str, str]:
     """NAME=VALUE texts as a mapping; raises UserError for others, and for a name that comes twice."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise UserError(f"{flag} must be {flag}=NAME=VALUE")  # without the text, which may be a secret
-        if name in found:
+        if name in result:
             raise UserError(f"{flag}={name}=... is there twice: omit one of them")
-        found[name] = value
-    return found
+        result[name] = value
+    return result
 
 
 def _kind(backend: type[Backend], name: str) -> type:
     annotation = fields.annotations_of(backend)[name]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        (annotation,) = [one for one in typing.get_args(annotation) if one is not type(None)]
+        (annotation,) = [item for item in typing.get_args(annotation) if item is not type(None)]
     assert isinstance(annotation, type)
     return annotation
 

@@ -18,7 +18,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _ranges(text: str) -> tuple[tuple[int, int], ...]:
-    pairs = (one.split(":") for one in text.split(","))
+    pairs = (item.split(":") for item in text.split(","))
     return tuple((int(start), int(end)) for start, end in pairs)
 
 
@@ -58,8 +58,8 @@ def from_args(args: argparse.Namespace) -> Method:
         raise UserError(f"merge needs --method=NAME: one of {', '.join(METHODS)}")
     if args.method not in METHODS:
         raise UserError(f"--method={args.method} is unknown{did_you_mean(args.method, METHODS, 'methods')}")
-    found = METHODS[args.method]
-    own = {field.name for field in dataclasses.fields(found)}
+    result = METHODS[args.method]
+    own = {field.name for field in dataclasses.fields(result)}
     settings: dict[str, object] = {}
     for flag, read in _FLAGS.items():
         if (text := getattr(args, flag)) is None:
@@ -71,10 +71,10 @@ def from_args(args: argparse.Namespace) -> Method:
             value = read(text)
         except ValueError:
             raise UserError(f"--{flag}={text} must be {_FORMS[read]}") from None
-        single = flag == "density" and found.name == "sce"
+        single = flag == "density" and result.name == "sce"
         settings[flag] = _only(flag, text, value) if single else value
     config.parse(args.gin_file, args.gin_bindings, args.gin_search_paths)
-    method: Method = config.build(found, **settings)
+    method: Method = config.build(result, **settings)
     config.check_used()
     return method
 

@@ -47,25 +47,27 @@ def select(names: Sequence[str], limit: int | None, subject: Subject | None = No
     """
     names = [name for value in names for name in value.split(",") if name]
     bound = [scope for scope in dict.fromkeys(config.scopes("EvalTask")) if scope]
-    found: list[Task] = []
+    result: list[Task] = []
     for name in dict.fromkeys(names or bound or [validation.NAME]):
         if name == validation.NAME:
-            found.append(Validation())
+            result.append(Validation())
         elif name.startswith(seqio_tasks.PREFIX):
-            found.append(Seqio(name.removeprefix(seqio_tasks.PREFIX), config.build(SeqioEvaluation)))
+            result.append(Seqio(name.removeprefix(seqio_tasks.PREFIX), config.build(SeqioEvaluation)))
         elif name in bound:
             with config.in_scope(name):
                 task = config.build(EvalTask)
             items = read_items(name, task, limit)
             for metric in task.scored_by:
                 metrics.check_targets(metric, [item.target for item in items], name)
-            found.append(Ours(name, task, items))
+            result.append(Ours(name, task, items))
         else:
             raise UserError(
                 f"--task={name} is not bound{did_you_mean(name, [*bound, validation.NAME])} (bind {name}/EvalTask.files in "
                 f"a Gin file; for a SeqIO task write seqio:{name})"
             )
-    if subject is not None and any(isinstance(one, Ours) and one.task.format is PromptFormat.CHAT for one in found):
+    if subject is not None and any(
+        isinstance(entry, Ours) and entry.task.format is PromptFormat.CHAT for entry in result
+    ):
         subject.template = models.chat_template(subject.trainer.dataset)
-    config.check_used([metric for one in found if isinstance(one, Ours) for metric in one.task.scored_by])
-    return found
+    config.check_used([metric for entry in result if isinstance(entry, Ours) for metric in entry.task.scored_by])
+    return result

@@ -290,7 +290,7 @@ def _runs(method: Method) -> tuple[str, ...]:
 def _literal(value: object) -> str:
     """A value as Gin has it; texts in double quotes, which a shell needs no more quotes for."""
     if isinstance(value, tuple):
-        return f"({''.join(f'{_literal(one)},' for one in value)})"
+        return f"({''.join(f'{_literal(item)},' for item in value)})"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 

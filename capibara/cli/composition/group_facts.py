@@ -97,8 +97,8 @@ def _accepted(report: Mapping[str, Any], name: str) -> float | None:
 
 def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A dictionary of a report, which may be anyone's."""
-    found = report.get(name)
-    return found if isinstance(found, dict) else {}
+    result = report.get(name)
+    return result if isinstance(result, dict) else {}
 
 
 def _is_below(path: str, root: str) -> bool:

@@ -221,8 +221,8 @@ class ModelReader:
 
     def described(self, folder: str) -> LoadedModel:
         """A run without adapters, with shapes (jax.ShapeDtypeStruct) for parameters: reads only its configuration."""
-        found = run_folder.described(folder, recorded_run(folder, trust=self.trust))
-        return opening.of_run(found, folder)
+        result = run_folder.described(folder, recorded_run(folder, trust=self.trust))
+        return opening.of_run(result, folder)
 
     @property
     def completes(self) -> bool:

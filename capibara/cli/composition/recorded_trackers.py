@@ -48,14 +48,14 @@ def read(
     bindings = [*bindings, *([f"Monitoring.trackers = ({named},)"] if to else [])]
     where = os.path.join(folder, run_manifest.CONFIG)
     config.parse(gin_files, bindings, search_paths, config.Recorded(_of_trackers(folder, classes), where, trust))
-    found = config.build(Monitoring, callbacks=(), more=()).trackers
-    if not found:
+    result = config.build(Monitoring, callbacks=(), more=()).trackers
+    if not result:
         raise UserError(f"{folder} has no trackers (Monitoring.trackers is empty): name one, e.g. --to=wandb")
-    names = {f"{type(one).__name__}.{field}" for one in found for field in addresses(one)}
+    names = {f"{type(item).__name__}.{field}" for item in result for field in addresses(item)}
     if names and not trust:
         config.parse(gin_files, bindings, search_paths)  # without the record
-        _check_addresses(found, {name: config.values_of(name) for name in names})
-    return found
+        _check_addresses(result, {name: config.values_of(name) for name in names})
+    return result
 
 
 def _of_trackers(folder: str, classes: Sequence[str]) -> str:
@@ -65,12 +65,12 @@ def _of_trackers(folder: str, classes: Sequence[str]) -> str:
       folder: the run folder.
       classes: of the trackers that are to get the run; empty: its own.
     """
-    text, found = state.configuration(folder)
-    own = "" if classes else found.get(_TRACKERS, "")
-    kept = {*classes, *map(_plain, re.findall(r"@([\w./]+)", own))}
+    text, result = state.configuration(folder)
+    own = "" if classes else result.get(_TRACKERS, "")
+    retained = {*classes, *map(_plain, re.findall(r"@([\w./]+)", own))}
     lines = [line for line in text.splitlines() if line.startswith("#")]  # they name the modules
-    for name, value in found.items():
-        if _plain(name.rpartition(".")[0]) in kept or own and name == _TRACKERS:
+    for name, value in result.items():
+        if _plain(name.rpartition(".")[0]) in retained or own and name == _TRACKERS:
             lines.append(f"{name} = {value}")
     return "\n".join(lines) + "\n"
 

@@ -49,12 +49,12 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
         prefill_tokens=options.prefill_tokens or PREFILL_TOKENS,
         prefix_bytes=0.0 if model.encode else options.prefix_cache_mib * 2**20,
     )
-    found = serving.ranked(model, slice_, engine, args.headroom)
-    best = found[0]
+    result = serving.ranked(model, slice_, engine, args.headroom)
+    best = result[0]
     if not best.fits:
-        raise serving.does_not_fit(model, slice_, found, args.headroom)
+        raise serving.does_not_fit(model, slice_, result, args.headroom)
     name = args.gin_file[-1].rpartition("/")[2].removesuffix(".gin")
-    table = [*found, *_others(model, slice_, best, args.headroom)]
+    table = [*result, *_others(model, slice_, best, args.headroom)]
     print("\n".join(serving.lines(table, model, slice_, name)))
     proof = _compiled(model, slice_, best, options) if args.verify else None
     if proof is not None:
@@ -64,7 +64,7 @@ def plan(args: argparse.Namespace, model: Model, length: int, slice_: Slice) -> 
     if args.output:
         outputs.save(args.output, "\n".join(lines) + "\n")
     if args.json:
-        plans = [dataclasses.asdict(one) | {"fits": one.fits, "tokens_per_s": one.tokens_per_s} for one in table]
+        plans = [dataclasses.asdict(item) | {"fits": item.fits, "tokens_per_s": item.tokens_per_s} for item in table]
         shown = {"slice": slice_.name, "predicted": plans, "compiled": proof}
         outputs.save(args.json, json.dumps(shown, indent=1))
     return 0 if proof is None or proof["fits"] else 1
@@ -88,8 +88,8 @@ def _compiled(model: Model, slice_: Slice, best: Serving, options: EngineConfig)
     engine = dataclasses.replace(options, slots=best.slots)
     report = compiler.compile_train_step(lowering.Step(model, engine, best.engine.length, mesh, rules).lower())
     names = ("fits", "peak_bytes", "limit_bytes", "argument_bytes", "temporary_bytes", "compile_s")
-    found = {name: getattr(report, name) for name in names}
-    return found | {"collectives": dict(report.costs.collective_counts), "kernels": dict(report.costs.kernels)}
+    result = {name: getattr(report, name) for name in names}
+    return result | {"collectives": dict(report.costs.collective_counts), "kernels": dict(report.costs.kernels)}
 
 
 def _proof_lines(proof: dict[str, Any], best: Serving) -> Iterator[str]:

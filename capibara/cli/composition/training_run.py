@@ -211,7 +211,7 @@ def _on_devices(run: Run, emulate: int | None, *, start_over: bool) -> tuple[Run
     run = with_own_tokenizer(run)
     fitted, title = with_plan(run) if emulate is None else emulated(run, jax.device_count())
     changed = written.differences(run.trainer, fitted.trainer)
-    _print(["\n  ".join([title, *(one.line for one in changed)])] if title else [])
+    _print(["\n  ".join([title, *(item.line for item in changed)])] if title else [])
     return fitted, changed
 
 
@@ -287,7 +287,7 @@ def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> li
     if theirs.items() <= own.items():  # the usual case, without reading them
         return []
     known, named = tokenizers.tokens_of(own, "Dataset.vocabulary"), tokenizers.tokens_of(theirs, path)
-    found = tokenizers.difference(named, known) if known else f"{type(vocabulary).__name__} has no such tokens"
-    if not named or not found:
+    result = tokenizers.difference(named, known) if known else f"{type(vocabulary).__name__} has no such tokens"
+    if not named or not result:
         return []
-    return [f"note: the tokenizer of Trainer.init_from ({path}) is another than Dataset.vocabulary: {found}"]
+    return [f"note: the tokenizer of Trainer.init_from ({path}) is another than Dataset.vocabulary: {result}"]

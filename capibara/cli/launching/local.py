@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", nargs="*", metavar="RUN.gin", help="Gin files of a run that is to be trained")
     args, more = parser.parse_known_args(list(own))
     files = _files(more)
-    args.run, more = [*args.run, *files], [one for one in more if one not in files]
+    args.run, more = [*args.run, *files], [item for item in more if item not in files]
     if verb and (args.run or more):
         raise UserError(f"{(args.run or more)[0]} stands before --, but the verb's arguments follow it: move it")
     if args.run:
@@ -79,9 +79,9 @@ def _files(arguments: Sequence[str]) -> list[str]:
     """Gin files that follow flags, and are not the value of one."""
     before = ["", *arguments]
     return [
-        one
-        for flag, one in zip(before, arguments)
-        if one.endswith(".gin") and not one.startswith("-") and (not flag.startswith("-") or "=" in flag)
+        item
+        for flag, item in zip(before, arguments)
+        if item.endswith(".gin") and not item.startswith("-") and (not flag.startswith("-") or "=" in flag)
     ]
 
 

@@ -55,14 +55,16 @@ def main(argv: Sequence[str]) -> int:
     with Opened(args) as records:
         for name in getattr(args, "name", ()):
             if records.find(name) is None:
-                known = [one.name for one in records.all()]
+                known = [item.name for item in records.all()]
                 raise UserError(f"there is no job {name!r}{did_you_mean(name, known, 'jobs')} in {records.path}")
         return _ACTIONS[what](records, args)
 
 
 def check(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> None:
     """Raises UserError if a job could not be recorded, before its files are staged."""
-    missing = [one.name for one in spec.secrets if one.source is Source.ENVIRONMENT and one.name not in os.environ]
+    missing = [
+        secret.name for secret in spec.secrets if secret.source is Source.ENVIRONMENT and secret.name not in os.environ
+    ]
     if missing:
         raise UserError(f"the variable {missing[0]} of --secret=...=env:{missing[0]} is not set: set it")
     with Opened(args) as records:
@@ -83,23 +85,23 @@ def launch(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> int:
             records.note(spec.name, "launched")
         else:
             say(f"job {spec.name} is {added.state} already, with the same files and flags")
-        found = watching.manage(
+        result = watching.manage(
             records,
             [spec.name],
             args,
-            lambda found: found[0].state.is_final or (args.detach and found[0].state in _STARTED),
+            lambda value: value[0].state.is_final or (args.detach and value[0].state in _STARTED),
         )
-        if args.detach and not found[0].state.is_final:
+        if args.detach and not result[0].state.is_final:
             say("nothing replaces the job when it is preempted unless capibara launch manage runs")
-        return watching.exit_code(found) or (exits.EXIT_FAULT if found[0].state is State.CANCELLED else 0)
+        return watching.exit_code(result) or (exits.EXIT_FAULT if result[0].state is State.CANCELLED else 0)
 
 
 def _list(records: Records, args: argparse.Namespace) -> int:
-    found, now_s = records.all(), time.time()
+    result, now_s = records.all(), time.time()
     if args.json:
-        print(json.dumps([watching.as_json(one, now_s) for one in found], indent=2))
+        print(json.dumps([watching.as_json(item, now_s) for item in result], indent=2))
     else:
-        print(watching.table(found, now_s) if found else f"no jobs in {records.path}\n", end="")
+        print(watching.table(result, now_s) if result else f"no jobs in {records.path}\n", end="")
     return 0
 
 
@@ -121,11 +123,11 @@ def _logs(records: Records, args: argparse.Namespace) -> int:
     backend, spec = record.spec()
     system = systems.connect(backend)
     try:
-        mine = [one for one in system.resources() if one.job == spec.name]
-        present = [one for one in mine if one.attempt.launch == record.attempt.launch]
+        mine = [item for item in system.resources() if item.job == spec.name]
+        present = [item for item in mine if item.attempt.launch == record.attempt.launch]
         if not present:
             raise UserError(f"job {spec.name} has no resource at present: it is {record.state}")
-        newest = max(present, key=lambda one: (one.attempt.number, one.created_s))
+        newest = max(present, key=lambda item: (item.attempt.number, item.created_s))
         for line in system.log(spec, newest):
             print(watching.printable(line))
     finally:
@@ -134,11 +136,11 @@ def _logs(records: Records, args: argparse.Namespace) -> int:
 
 
 def _cancel(records: Records, args: argparse.Namespace) -> int:
-    for one in _named(records, args):
-        if one.state.is_final:
-            say(f"job {one.name} has ended already: {one.state}")
+    for item in _named(records, args):
+        if item.state.is_final:
+            say(f"job {item.name} has ended already: {item.state}")
         else:
-            records.cancel(one.name)
+            records.cancel(item.name)
     return _until_over(records, args)
 
 
@@ -147,14 +149,14 @@ def _resume(records: Records, args: argparse.Namespace) -> int:
         for name in args.name:
             if not locks.enter_context(records.lock(name)):
                 raise UserError(f"job {name} is managed by another process: wait until it has ended")
-        found = _named(records, args)
-        for one in found:
-            _check_resumes(one)
-        for one in found:
-            attempt = dataclasses.replace(one.attempt, failures=0)
-            again = dataclasses.replace(one, attempt=attempt, outcome=None, reason="resumed", due_s=0.0, pauses=0)
+        result = _named(records, args)
+        for item in result:
+            _check_resumes(item)
+        for item in result:
+            attempt = dataclasses.replace(item.attempt, failures=0)
+            again = dataclasses.replace(item, attempt=attempt, outcome=None, reason="resumed", due_s=0.0, pauses=0)
             records.resume(dataclasses.replace(again, state=State.REPLACING))  # what is left of it is deleted first
-            records.note(one.name, "resumed")
+            records.note(item.name, "resumed")
     return _until_over(records, args)
 
 
@@ -173,20 +175,20 @@ def _until_over(records: Records, args: argparse.Namespace) -> int:
     if args.detach:
         say("that is done by the manager that runs, or by the next capibara launch manage")
         return 0
-    found = watching.manage(records, args.name, args, lambda found: all(one.state.is_final for one in found))
-    return watching.exit_code([one for one in found if one.state is not State.CANCELLED])
+    result = watching.manage(records, args.name, args, lambda value: all(item.state.is_final for item in value))
+    return watching.exit_code([item for item in result if item.state is not State.CANCELLED])
 
 
 def _manage(records: Records, args: argparse.Namespace) -> int:
-    found = watching.manage(
-        records, None, args, lambda found: not args.forever and all(one.state.is_final for one in found)
+    result = watching.manage(
+        records, None, args, lambda value: not args.forever and all(item.state.is_final for item in value)
     )
-    print(watching.table(found, time.time()) if found else "no jobs to manage\n", end="")
-    return watching.exit_code(found)
+    print(watching.table(result, time.time()) if result else "no jobs to manage\n", end="")
+    return watching.exit_code(result)
 
 
 def _named(records: Records, args: argparse.Namespace) -> list[Record]:
-    return [one for name in args.name if (one := records.find(name)) is not None]
+    return [item for name in args.name if (item := records.find(name)) is not None]
 
 
 _ACTIONS = {

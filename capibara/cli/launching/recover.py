@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
             system.close()
         for path in records.recovered():
             say(f"{path.name} is what {path.parent} had before; jobs of other systems are found by launch recover, too")
-    for one in added:
-        print(f"job {one.name}: attempt {one.attempt.number + 1}")
+    for item in added:
+        print(f"job {item.name}: attempt {item.attempt.number + 1}")
     print(f"found {len(added)} jobs: capibara launch manage manages them" if added else "found no jobs")
     return 0

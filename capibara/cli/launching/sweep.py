@@ -114,11 +114,11 @@ def _add_sweep(parser: argparse.ArgumentParser, default_dir: str) -> None:
         metavar="'NAME = VALUES'",
         help="a binding that varies: NAME = [value, ...], log(low, high), uniform(low, high) or int(low, high); repeatable",
     )
-    add("--search", choices=[str(one) for one in Search], help="how values are chosen; default: random")
+    add("--search", choices=[str(item) for item in Search], help="how values are chosen; default: random")
     add("--trials", type=int, metavar="N", help="how many; default: all of a grid")
     add("--metric", metavar="NAME", help="eval/NAME or train/NAME, at a trial's last step; default: eval/loss")
-    add("--goal", choices=[str(one) for one in Goal], help="default: minimize")
-    add("--early_stop", choices=[str(one) for one in EarlyStop], help="which trials are stopped early; default: none")
+    add("--goal", choices=[str(item) for item in Goal], help="default: minimize")
+    add("--early_stop", choices=[str(item) for item in EarlyStop], help="which trials are stopped early; default: none")
     add("--early_stop_after", type=int, metavar="STEP", help="none is stopped at an earlier step")
     add("--seed", type=int, metavar="N", help="of random choices; default: 0")
     add("--sweep_file", metavar="FILE.gin", help="Gin file that binds Sweep and is not of the run")
@@ -170,7 +170,7 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
     """A sweep of jobs."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     sweep = _sweep(args)
-    if varied := [one.name for one in sweep.space if one.name.rpartition(".")[2] == "slice"]:
+    if varied := [item.name for item in sweep.space if item.name.rpartition(".")[2] == "slice"]:
         raise UserError(
             f"--vary={varied[0]} = ... would be another job for each slice: launch a sweep for each --slice"
         )
@@ -189,7 +189,7 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
     whole = argparse.Namespace(**{**vars(args), "gin_bindings": [*args.gin_bindings, *first.statements]})
     backend, spec, sources = job_of(whole, kind)
     own = {f"--gin_bindings={statement}" for statement in first.statements}
-    spec = dataclasses.replace(spec, arguments=tuple(one for one in spec.arguments if one not in own))
+    spec = dataclasses.replace(spec, arguments=tuple(argument for argument in spec.arguments if argument not in own))
     digest = _digest(path for name, path in sources.paths.items() if not name.endswith(".whl"))
     sweep = dataclasses.replace(sweep, run=(kind.name, spec.slice_.name, *spec.arguments), files=digest)
     if not args.dry_run:
@@ -233,7 +233,7 @@ def _sweep(args: argparse.Namespace) -> Sweep:
             "--vary has a value that looks like a secret, and everyone who sees the sweep could read it: remove it"
         )
     bound = {binding.partition("=")[0].strip() for binding in args.gin_bindings}
-    if both := [one.name for one in sweep.space if one.name in bound]:
+    if both := [item.name for item in sweep.space if item.name in bound]:
         raise UserError(f"{both[0]} is varied, and set by a flag to one value: remove one of them")
     return sweep
 
@@ -312,18 +312,18 @@ def _check_metric(text: str, trainer: Trainer) -> None:
     known = [*_EVALUATED, *(["unigram_bits_per_byte"] if trainer.evaluation.unigram_batches else [])]
     if kind == "eval" and name not in known:
         raise UserError(
-            f"--metric={text} is not reported{did_you_mean(text, [f'eval/{one}' for one in known], 'metrics')}"
+            f"--metric={text} is not reported{did_you_mean(text, [f'eval/{item}' for item in known], 'metrics')}"
         )
     if kind == "train" and name not in _TRAINED and nearest(name, _TRAINED):
         raise UserError(
-            f"--metric={text} is not reported{did_you_mean(text, [f'train/{one}' for one in _TRAINED], 'metrics')}"
+            f"--metric={text} is not reported{did_you_mean(text, [f'train/{item}' for item in _TRAINED], 'metrics')}"
         )
 
 
 def _digest(paths: Iterable[pathlib.Path]) -> str:
     """The hash of files, whatever their names."""
-    found = (hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in paths)
-    return hashlib.sha256(" ".join(found).encode()).hexdigest()[:16]
+    result = (hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in paths)
+    return hashlib.sha256(" ".join(result).encode()).hexdigest()[:16]
 
 
 def _show(study: Study) -> None:

@@ -56,7 +56,7 @@ def manage(
     with StatusLine() as line:
 
         def show(found: Sequence[Record]) -> None:
-            if live := [one for one in found if not one.state.is_final]:
+            if live := [item for item in found if not item.state.is_final]:
                 topic, detail = progress(live, time.time())
                 room = shutil.get_terminal_size().columns - len(topic) - 3  # a line that is wrapped cannot be cleared
                 line.show(topic, detail if not sys.stderr.isatty() else detail[: max(0, room)])
@@ -71,9 +71,9 @@ def manage(
 
 def exit_code(found: Sequence[Record]) -> int:
     """Prints an error for each job that has failed; returns 0 if there is none."""
-    failed = [one for one in found if one.state is State.FAILED]
-    for one in failed:
-        print(f"error: job {one.name} has failed: {printable(one.reason)}", file=sys.stderr)
+    failed = [entry for entry in found if entry.state is State.FAILED]
+    for item in failed:
+        print(f"error: job {item.name} has failed: {printable(item.reason)}", file=sys.stderr)
     return exits.EXIT_FAULT if failed else 0
 
 
@@ -90,10 +90,10 @@ def printable(text: str) -> str:
 
 def progress(live: Sequence[Record], now_s: float) -> tuple[str, str]:
     """The line that shows jobs while they run: how many are in each state, and what they have cost."""
-    states = collections.Counter(one.state for one in live)
+    states = collections.Counter(item.state for item in live)
     topic = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    parts = [f"for {duration(now_s - min(one.launched_s for one in live))}"]
-    costs = [cost for one in live if (cost := cost_of(one, now_s)) is not None]
+    parts = [f"for {duration(now_s - min(item.launched_s for item in live))}"]
+    costs = [cost for item in live if (cost := cost_of(item, now_s)) is not None]
     parts += [f"{sum(costs):,.2f} USD"] if any(costs) else []
     if len(live) == 1 and live[0].reason:
         parts.append(printable(live[0].reason))
@@ -135,17 +135,17 @@ def as_json(record: Record, now_s: float) -> dict[str, object]:
 def table(found: Sequence[Record], now_s: float) -> str:
     """Jobs as a table of text."""
     rows = [_HEAD]
-    for one in found:
+    for item in found:
         try:
-            backend, spec = one.spec()
-            where, slice_, reason = backend.name, spec.slice_.name, printable(one.reason)
+            backend, spec = item.spec()
+            where, slice_, reason = backend.name, spec.slice_.name, printable(item.reason)
         except UserError as error:  # of another version of capibara
             where, slice_, reason = "?", "?", str(error)
-        cost = cost_of(one, now_s)
+        cost = cost_of(item, now_s)
         reason = reason if len(reason) <= _MOST else f"{reason[: _MOST - 3]}..."
         shown = "" if cost is None else f"{cost:,.2f}"
-        row = (one.name, where, slice_, one.state, str(one.attempt.number + 1))
-        rows.append((*row, f"{duration(now_s - one.launched_s)} ago", shown, reason))
+        row = (item.name, where, slice_, item.state, str(item.attempt.number + 1))
+        rows.append((*row, f"{duration(now_s - item.launched_s)} ago", shown, reason))
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
     return "".join(f"{line.rstrip()}\n" for line in lines)

@@ -31,21 +31,21 @@ def parser(word: str, description: str) -> flags.ArgumentParser:
       word: what follows `prepare`, such as "playbooks".
       description: for --help; what exit codes mean is added.
     """
-    made = flags.ArgumentParser(prog=f"python -m capibara.prepare {word}", description=description + _EXIT_CODES)
-    made.add_argument("inputs", nargs="+", metavar="IN", help="files, folders and globs; .gz and .zst are unpacked")
-    made.add_argument(
+    created = flags.ArgumentParser(prog=f"python -m capibara.prepare {word}", description=description + _EXIT_CODES)
+    created.add_argument("inputs", nargs="+", metavar="IN", help="files, folders and globs; .gz and .zst are unpacked")
+    created.add_argument(
         "--out", required=True, metavar="DIR", help="output folder; a build that was killed resumes there"
     )
-    made.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
-    made.add_argument("--allow_skipped", action="store_true", help="end with exit code 0 if input was skipped")
-    made.add_argument("--json", action="store_true", help="print the manifest as JSON")
-    made.add_argument(
+    created.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    created.add_argument("--allow_skipped", action="store_true", help="end with exit code 0 if input was skipped")
+    created.add_argument("--json", action="store_true", help="print the manifest as JSON")
+    created.add_argument(
         "--lineage_url",
         metavar="URL",
         help="also send the OpenLineage events of OUT/lineage.jsonl to this server (default: OPENLINEAGE_URL; the key is in "
         "OPENLINEAGE_API_KEY)",
     )
-    return made
+    return created
 
 
 def parsed(made: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -39,10 +39,10 @@ Dataset.vocabulary and Dataset.length."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the word; returns the exit code."""
-    made = builders.parser("corpus", _DESCRIPTION)
-    made.add_argument("--runner", help="run on Apache Beam: DirectRunner, DaskRunner, FlinkRunner, SparkRunner, ...")
-    made.add_argument("--beam_options", default="", help="options of Beam and its runner, as one string")
-    args = builders.parsed(made, argv)
+    created = builders.parser("corpus", _DESCRIPTION)
+    created.add_argument("--runner", help="run on Apache Beam: DirectRunner, DaskRunner, FlinkRunner, SparkRunner, ...")
+    created.add_argument("--beam_options", default="", help="options of Beam and its runner, as one string")
+    args = builders.parsed(created, argv)
     if args.beam_options and not args.runner:
         raise UserError("--beam_options needs --runner: add --runner=DirectRunner, or remove it")
 

@@ -42,9 +42,9 @@ class Report:
         if not masked:
             return f"{nodes} nodes, none masked, at most {spare} faulty"
         shown = ", ".join(names[index] if names else f"node {index}" for index in masked)
-        found = f"{len(masked)} of {nodes} nodes masked, not finite or too far away: {shown}"
+        result = f"{len(masked)} of {nodes} nodes masked, not finite or too far away: {shown}"
         if len(masked) == nodes:
-            return f"{found}; no node is left, the result is zero"
+            return f"{result}; no node is left, the result is zero"
         if spare < 0:
-            return f"{found}; {-spare} more than were assumed faulty, the result is not to be trusted"
-        return f"{found}; at most {spare} of the others faulty"
+            return f"{result}; {-spare} more than were assumed faulty, the result is not to be trusted"
+        return f"{result}; at most {spare} of the others faulty"

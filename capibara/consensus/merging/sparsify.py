@@ -20,10 +20,10 @@ class Rescale(enum.StrEnum):
 def keep_largest(offset: Array, density: float) -> Array:
     """The share `density` of the values that are largest in magnitude, at least one; zeros elsewhere."""
     count = offset.size
-    kept = max(1, int(density * count))
-    if density >= 1 or kept >= count:
+    retained = max(1, int(density * count))
+    if density >= 1 or retained >= count:
         return offset
-    return _between(offset, count - kept, count)
+    return _between(offset, count - retained, count)
 
 
 def keep_middle(offset: Array, density: float, outliers: float) -> Array:
@@ -34,9 +34,9 @@ def keep_middle(offset: Array, density: float, outliers: float) -> Array:
     if density >= 1:
         return offset
     count = offset.size
-    kept = int(density * count)
-    first = max(0, count - kept - int(outliers * count))
-    return _between(offset, first, first + kept)
+    retained = int(density * count)
+    first = max(0, count - retained - int(outliers * count))
+    return _between(offset, first, first + retained)
 
 
 def _between(offset: Array, first: int, end: int) -> Array:

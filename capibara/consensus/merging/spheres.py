@@ -50,7 +50,7 @@ class Slerp(Floored):
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         first, second = tensors
-        lengths = [length if (length := norm(one)) > self.floor(1e-8) else 1.0 for one in (first, second)]
+        lengths = [length if (length := norm(item)) > self.floor(1e-8) else 1.0 for item in (first, second)]
         cosine = min(max(dot(first, second) / (lengths[0] * lengths[1]), -1.0), 1.0)
         a, b = 1 - self.t, self.t
         if abs(cosine) <= 0.9995 if self.floors is Floors.MERGEKIT else 1 - cosine**2 > _STRAIGHT:
@@ -199,12 +199,12 @@ class Karcher(Weighted, Floored):
         weights = self.weights_of(len(tensors))
         weights = [weight / sum(weights) for weight in weights]
         lengths = [norm(tensor) for tensor in tensors]
-        kept = [i for i, length in enumerate(lengths) if length > self.floor(self.tolerance)]
-        if not kept:
+        retained = [i for i, length in enumerate(lengths) if length > self.floor(self.tolerance)]
+        if not retained:
             return np.zeros_like(tensors[0])
-        units = [tensors[i] / np.float32(lengths[i]) for i in kept]
-        total = sum(weights[i] for i in kept)
-        mean = self._mean(units, [weights[i] / total for i in kept])
+        units = [tensors[i] / np.float32(lengths[i]) for i in retained]
+        total = sum(weights[i] for i in retained)
+        mean = self._mean(units, [weights[i] / total for i in retained])
         return np.float32(sum(w * length for w, length in zip(weights, lengths, strict=True))) * mean
 
     def _mean(self, units: Sequence[Array], weights: Sequence[float]) -> Array:

@@ -50,12 +50,12 @@ class _TaskVectors(Weighted, Floored):
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         assert base is not None, "check sees to it"
         weights = self.weights_of(len(tensors))
-        kept = (self.kept(tensor - base, i, draw) for i, tensor in enumerate(tensors))
+        retained = (self.kept(tensor - base, i, draw) for i, tensor in enumerate(tensors))
         if self.votes:
-            offsets = [np.float32(weight) * offset for offset, weight in zip(kept, weights, strict=True)]
+            offsets = [np.float32(weight) * offset for offset, weight in zip(retained, weights, strict=True)]
             total, share = voted_sum(offsets, weights)
         else:
-            total, share = weighted_sum(kept, weights), np.asarray(sum(weights))
+            total, share = weighted_sum(retained, weights), np.asarray(sum(weights))
         if self.normalize:
             # Of weights that are not negative no sum is rounding, however small: one model may be alone with its sign.
             rounding = _CANCELLED * sum(map(abs, weights)) if min(weights) < 0 else 0.0

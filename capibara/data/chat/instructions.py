@@ -138,10 +138,10 @@ def _contents(path: str, members: Sequence[str]) -> Iterator[tuple[str, BinaryIO
             if not members:
                 raise UserError(f"--members is not set: name some of the files of {path}: {known}")
             for member in members:
-                found = [name for name in names if fnmatch.fnmatch(os.path.basename(name), member) or name == member]
-                if not found:
+                result = [name for name in names if fnmatch.fnmatch(os.path.basename(name), member) or name == member]
+                if not result:
                     raise UserError(f"--members ({member!r}) is none of the files of {path}: {known}")
-                for name in found:
+                for name in result:
                     with read(name) as file:
                         yield f"{path}/{name}", file
     except UserError:
@@ -191,20 +191,20 @@ def _of_tar(
 ) -> Iterator[tuple[list[str], Callable[[str], BinaryIO]]]:
     """As `_opened`, for tar: one pass over the archive for the names, and one for each member that is read."""
     sizes: dict[str, int] = {}
-    for number, one in enumerate(archive):
+    for number, item in enumerate(archive):
         if number > _MEMBERS:
             raise UserError(f"{path} has more than {_MEMBERS:,} members: unpack it by hand")
         vars(archive)["members"] = []  # tarfile would keep all members in memory
-        if one.isreg() and not one.issparse() and one.name.endswith(_ENDINGS):
-            sizes[one.name] = one.size
+        if item.isreg() and not item.issparse() and item.name.endswith(_ENDINGS):
+            sizes[item.name] = item.size
 
     def read(name: str) -> BinaryIO:
         _check_size(path, name, sizes[name])
         again = _tar(path, file)
-        for one in again:
+        for entry in again:
             vars(again)["members"] = []
-            if one.name == name and one.isreg() and (found := again.extractfile(one)) is not None:
-                return _bounded(found, f"{path}/{name}")
+            if entry.name == name and entry.isreg() and (result := again.extractfile(entry)) is not None:
+                return _bounded(result, f"{path}/{name}")
         raise UserError(f"{path} has no {name} any more: the file changes while it is read")
 
     yield list(sizes), read

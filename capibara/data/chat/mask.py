@@ -87,7 +87,7 @@ class _Finder:
         if list(chosen) != turns:
             # A message's blocks are those that appear when it is added to the conversation.
             spans = [(self._blocks(k), self._blocks(k + 1)) for k in chosen]
-            ranges = [one for first, stop in spans for one in ranges[first:stop]]
+            ranges = [item for first, stop in spans for item in ranges[first:stop]]
         ranges = [(first, last) for first, last in ranges if first < last]
         if not ranges:
             raise UserError(
@@ -125,10 +125,10 @@ class _Finder:
             prompts.append((messages[:k], True))
         if k + 1 < len(messages):
             prompts.append((messages[: k + 1], False))
-        found = self._template.render_each(
+        result = self._template.render_each(
             [(Conversation(m, self._tools), prompt) for m, prompt in prompts], self._where
         )
-        self._ready = [(m, prompt, one) for (m, prompt), one in zip(prompts, found, strict=True)]
+        self._ready = [(m, prompt, item) for (m, prompt), item in zip(prompts, result, strict=True)]
 
     def _start(self, k: int) -> int:
         if not k:
@@ -193,26 +193,26 @@ class _Finder:
             else:
                 rest = alone[len(alone) - self._unchanged(messages, k, alone) :]
             follows = follows[: _common_beginning(follows, rest)]
-        found, own = self._template.turn_ends.search(follows), self._template.end_of_turn
-        if found is None and own is not None and self._text.startswith(own, at):
+        result, own = self._template.turn_ends.search(follows), self._template.end_of_turn
+        if result is None and own is not None and self._text.startswith(own, at):
             return at + len(own)  # gpt-oss: <|end|>, and <|return|> after the last turn
-        if found is None:
+        if result is None:
             raise UserError(
                 f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[at:])} after it: "
                 "a model that learns this never stops; set ChatTemplate.end_of_turn, or add one to the template"
             )
-        end = at + found.end()
+        end = at + result.end()
         if self._template.after_turn is AfterTurn.ALL and k + 1 == len(self._messages):
             return len(self._text)
         said_too = self._template.after_turn is not AfterTurn.NOTHING
-        return end + (said_too and follows[found.end() :].startswith("\n"))
+        return end + (said_too and follows[result.end() :].startswith("\n"))
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> Rendered:
-        for known, prompt, found in self._ready:
+        for known, prompt, result in self._ready:
             if prompt == add_generation_prompt and known == messages:
-                if isinstance(found, TemplateFails):
-                    raise found
-                return found
+                if isinstance(result, TemplateFails):
+                    raise result
+                return result
         return self._template.render(
             Conversation(list(messages), self._tools),
             self._where,

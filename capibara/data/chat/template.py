@@ -133,10 +133,10 @@ class ChatTemplate:
           TemplateFails: the template has a mistake, or refuses the conversation; it names the template's line.
         """
         conversation = self.guarded(conversation) if guard else conversation
-        (found,) = self.render_each([(conversation, add_generation_prompt)], where)
-        if isinstance(found, TemplateFails):
-            raise found
-        return found
+        (result,) = self.render_each([(conversation, add_generation_prompt)], where)
+        if isinstance(result, TemplateFails):
+            raise result
+        return result
 
     def render_each(
         self, conversations: Sequence[tuple[Conversation, bool]], where: str
@@ -152,7 +152,7 @@ class ChatTemplate:
         """
         name = self._name_for(conversations[0][0])
         shared = {**self._files.token_names, **self.variables, "tools": conversations[0][0].tools, "documents": None}
-        each = [{"messages": one.messages, "add_generation_prompt": prompt} for one, prompt in conversations]
+        each = [{"messages": item.messages, "add_generation_prompt": prompt} for item, prompt in conversations]
         try:
             texts = template_process.render(*self._compiled(name)[:2], shared, each)
         except TemplateError as error:
@@ -273,7 +273,7 @@ class ChatTemplate:
         if missing and not self._files.has_token_names:
             raise UserError(
                 f"{self._where(name)} asks for {' and '.join(missing)}, and there is no tokenizer_config.json beside the "
-                f"tokenizer to say: set ChatTemplate.variables = {{{', '.join(f'{one!r}: ...' for one in missing)}}}"
+                f"tokenizer to say: set ChatTemplate.variables = {{{', '.join(f'{item!r}: ...' for item in missing)}}}"
             )
 
     @functools.cached_property
@@ -284,7 +284,7 @@ class ChatTemplate:
 def _guarded(value: object, spelled: re.Pattern[str], deepest: int) -> Any:
     """A part of a conversation with guards in the special tokens that it spells."""
     if isinstance(value, str):
-        return spelled.sub(lambda found: found[0][0] + GUARD + found[0][1:] if found[1] else "", value)
+        return spelled.sub(lambda result: result[0][0] + GUARD + result[0][1:] if result[1] else "", value)
     if not isinstance(value, (Mapping, list)):
         return value
     if not deepest:
@@ -316,10 +316,10 @@ def _any_of(names: Iterable[str]) -> str:
 def _choice(names: Sequence[str], deepest: int) -> str:
     if not deepest or len(names) == 1:
         return "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    found, ends = [], "" in names
+    result, ends = [], "" in names
     for _, group in itertools.groupby(filter(None, names), key=lambda name: name[0]):
         members = list(group)
         shared = os.path.commonprefix(members)
         rest = [member[len(shared) :] for member in members]
-        found.append(re.escape(shared) + (f"(?:{_choice(rest, deepest - 1)})" if len(rest) > 1 else rest[0]))
-    return "|".join([*found, *([""] if ends else [])])
+        result.append(re.escape(shared) + (f"(?:{_choice(rest, deepest - 1)})" if len(rest) > 1 else rest[0]))
+    return "|".join([*result, *([""] if ends else [])])

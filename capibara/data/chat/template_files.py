@@ -93,16 +93,22 @@ class TemplateFiles:
             return {"default": (self._template, _read(local(self._template), "ChatTemplate.template"))}
         if paths := template_paths(self._folder):
             return {name: (path, _read(path, os.path.basename(path))) for name, path in paths.items()}
-        path, found = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
-        templates = found.get("chat_template")
+        path, result = os.path.join(self._folder, CONFIG_FILE), self._file(CONFIG_FILE)
+        templates = result.get("chat_template")
         if isinstance(templates, dict):
             templates = [{"name": name, "template": text} for name, text in templates.items()]
         if isinstance(templates, str):
             return {"default": (f"the template of {path}", templates)}
         if isinstance(templates, list) and templates:
-            if not all(isinstance(one, dict) and all(isinstance(one.get(k), str) for k in _NAMED) for one in templates):
+            if not all(
+                isinstance(template, dict) and all(isinstance(template.get(k), str) for k in _NAMED)
+                for template in templates
+            ):
                 raise UserError(f"{path}: each chat_template of several must have a name and a template, both text")
-            return {one["name"]: (f"the template {one['name']!r} of {path}", one["template"]) for one in templates}
+            return {
+                template["name"]: (f"the template {template['name']!r} of {path}", template["template"])
+                for template in templates
+            }
         raise UserError(
             f"ChatTemplate.tokenizer ({self._tokenizer!r}) has no chat template (neither chat_template.jinja nor "
             "chat_template in tokenizer_config.json): set ChatTemplate.template to one"

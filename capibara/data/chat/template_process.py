@@ -109,7 +109,7 @@ def render(
       UserError: something given is no plain value.
     """
     try:
-        values = [_encode(one) for one in (shared, *each)]
+        values = [_encode(item) for item in (shared, *each)]
     except RecursionError:
         raise TemplateError("what it is given is nested too deeply") from None
     except ValueError as error:  # a loop; a number of thousands of digits
@@ -197,10 +197,10 @@ class _Process:
         }
         script = os.path.abspath(template_worker.__file__)
         argv = [sys.executable, "-I", "-S", script, str(MEMORY_MIB * 2**20), *sorted(places)]
-        kept = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
+        retained = {name: value for name, value in os.environ.items() if name == "LD_LIBRARY_PATH"}
         with theirs:
             self._running = subprocess.Popen(
-                argv, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=kept, cwd="/"
+                argv, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=retained, cwd="/"
             )
         # By the kernel, which costs less than asking it before each call.
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -78,8 +78,8 @@ class PackedWindow(Rows):
         """`pad_id`: the padding id of `tokens` and `targets`."""
         self._rows, self._pad_id = list(rows), pad_id
         self._checksum = 0
-        for one in rows:
-            self._checksum = zlib.crc32(one.row.ids.data, self._checksum)
+        for row in rows:
+            self._checksum = zlib.crc32(row.row.ids.data, self._checksum)
 
     @property
     def checksum(self) -> int:
@@ -140,8 +140,8 @@ def _array(features: Mapping[str, Sequence[Any]], name: str, dtype: str) -> np.n
 def _same(length: int, id_bytes: int, vocabulary: str) -> dict[str, bytes]:
     """The features that most rows share."""
     integers = {"length": length, "id_bytes": id_bytes}
-    found = {name: _entry(name, _field(_INT64_LIST, _field(1, _varint(value)))) for name, value in integers.items()}
-    return found | {"vocabulary": _entry("vocabulary", _bytes_list(vocabulary.encode()))}
+    result = {name: _entry(name, _field(_INT64_LIST, _field(1, _varint(value)))) for name, value in integers.items()}
+    return result | {"vocabulary": _entry("vocabulary", _bytes_list(vocabulary.encode()))}
 
 
 def _entry(name: str, feature: bytes) -> bytes:

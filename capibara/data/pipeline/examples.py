@@ -199,8 +199,8 @@ class Assembler:
             return Document(ids, None, self._vocabulary.bos_id, position=position)
         self.tally.add(len(ids), self.dataset, carries_loss=bool(weights.any()))
         if len(ids) > self.dataset.length:
-            kept = self.dataset.length if self.dataset.too_long is TooLong.CUT else 0
-            ids, weights = ids[:kept], weights[:kept]
+            retained = self.dataset.length if self.dataset.too_long is TooLong.CUT else 0
+            ids, weights = ids[:retained], weights[:retained]
         if not weights.any():
             ids, weights = ids[:0], weights[:0]
         return Document(ids, weights, first, self._domains.get(example.domain, 0), position=position)
@@ -212,10 +212,10 @@ class Assembler:
             read = [_with_end(*answer, self._vocabulary.pad_id) for answer in read]
         size, counts = sum(len(ids) for _, ids, _ in read), all(weights.any() for _, _, weights in read)
         self.tally.add(size, self.dataset, carries_loss=counts)
-        kept = size if counts and size <= self.dataset.length else 0
+        retained = size if counts and size <= self.dataset.length else 0
         bos_id = self._vocabulary.bos_id
         documents = [
-            Document(ids[:kept], weights[:kept], bos_id if first is None else first, position=position)
+            Document(ids[:retained], weights[:retained], bos_id if first is None else first, position=position)
             for first, ids, weights in read
         ]
         chosen, rejected = (*documents, _EMPTY)[:2]
@@ -225,8 +225,8 @@ class Assembler:
         """A prompt's tokens; empty if they do not fit a row."""
         ids, _ = self._vocabulary.encode_rendered(example.text)
         self.tally.add(len(ids), self.dataset, carries_loss=bool(len(ids)))
-        kept = ids if len(ids) <= self.dataset.length else ids[:0]
-        return Document(kept, None, self._vocabulary.bos_id, position=position, number=number)
+        retained = ids if len(ids) <= self.dataset.length else ids[:0]
+        return Document(retained, None, self._vocabulary.bos_id, position=position, number=number)
 
     def _read(self, example: Example) -> tuple[int | None, np.ndarray, np.ndarray]:
         """Tokenizes a rendered conversation: its first token (an input only), the other tokens, and their weights.
@@ -242,8 +242,8 @@ class Assembler:
         begins = np.array([first for first, _ in example.loss], np.int64)
         ends = np.array([last for _, last in example.loss], np.int64)
         # Ranges ascend: a token overlaps one if more ranges begin before its end than end at or before its start.
-        begun, ended = np.searchsorted(begins, offsets[:, 1]), np.searchsorted(ends, offsets[:, 0], "right")
-        weights = ((begun > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.float32)[1:]
+        started, ended = np.searchsorted(begins, offsets[:, 1]), np.searchsorted(ends, offsets[:, 0], "right")
+        weights = ((started > ended) & (offsets[:, 0] < offsets[:, 1])).astype(np.float32)[1:]
         return int(ids[0]), ids[1:], weights
 
     @functools.cached_property

@@ -286,9 +286,9 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
       UserError: they are of different batches, or the hosts read different data.
     """
     for host, state in enumerate(states):
-        if found := _differences(states[0]["settings"], state["settings"], nouns=("on host 0", f"on host {host}")):
+        if result := _differences(states[0]["settings"], state["settings"], nouns=("on host 0", f"on host {host}")):
             raise UserError(
-                f"the hosts do not read the same data: {'; '.join(found)}: give all hosts the same files and settings"
+                f"the hosts do not read the same data: {'; '.join(result)}: give all hosts the same files and settings"
             )
     states = sorted(states, key=lambda state: state["first_row"])
     if len({state["batches"] for state in states}) != 1:
@@ -327,12 +327,12 @@ def _restored_rows(feed: feeds.Feed, state: Mapping[str, Any]) -> list[State]:
 def _differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "", nouns: tuple[str, str] = ("was", "is")
 ) -> list[str]:
-    found = []
+    result = []
     for name in sorted(set(saved) | set(now)):
         was, is_ = saved.get(name), now.get(name)
         if isinstance(was, Mapping) and isinstance(is_, Mapping):
-            found += _differences(was, is_, f"{_PARAMETERS.get(prefix + name, prefix + name)}.", nouns)
+            result += _differences(was, is_, f"{_PARAMETERS.get(prefix + name, prefix + name)}.", nouns)
         elif was != is_:
             first, second = nouns
-            found.append(f"{_PARAMETERS.get(prefix + name, prefix + name)} {first} {was!r}, {second} {is_!r}")
-    return found
+            result.append(f"{_PARAMETERS.get(prefix + name, prefix + name)} {first} {was!r}, {second} {is_!r}")
+    return result

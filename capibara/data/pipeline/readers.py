@@ -116,19 +116,19 @@ class Reader(abc.ABC):
         assemble = Assembler(self._dataset, adds_end=self._dataset.append_eos, tally=self._tally)
         checked = False
         for group in groups:
-            encoded = self._encoded([found.example for found in group if _is_plain(found.example)])
-            for found in group:
-                if found.example.row is not None:
-                    yield found.number, assemble.packed(found.example.row, found.position)
+            encoded = self._encoded([value.example for value in group if _is_plain(value.example)])
+            for result in group:
+                if result.example.row is not None:
+                    yield result.number, assemble.packed(result.example.row, result.position)
                     continue
-                if found.example.loss is not None:
-                    yield found.number, assemble.rendered(found.example, found.split_number, found.position)
+                if result.example.loss is not None:
+                    yield result.number, assemble.rendered(result.example, result.split_number, result.position)
                     continue
                 ids, inputs = next(encoded)
                 if not len(ids) and not checked:
                     self._check_text()  # otherwise rows of end tokens would be packed
                     checked = True
-                yield found.number, assemble(ids, inputs, found.example.domain, found.position)
+                yield result.number, assemble(ids, inputs, result.example.domain, result.position)
 
     def _encoded(self, examples: Sequence[Example]) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
         """The token ids of each example's text and inputs."""
@@ -188,15 +188,15 @@ class DocumentReader(Reader):
     def _found(self, begin: int) -> Iterator[list[Found]]:
         first, group, is_own = begin, 1, user_modules.own_class(self._documents) is not None
         while at_positions := positions_of(self._index, self._count, first, group, self._epochs, self._size):
-            found = []
+            result = []
             for number, at in enumerate(at_positions, first):
                 inner = position_in_epoch(self._size, at, self._seed)[1]
                 if inner >= len(self._within):
                     continue
                 example = self._documents.example(self._within[inner])
                 example = _checked(example, self._documents) if is_own else example
-                found.append(Found(number, (at, *self._of_range), self._within[inner] + 1, example))
-            yield found
+                result.append(Found(number, (at, *self._of_range), self._within[inner] + 1, example))
+            yield result
             first, group = first + len(at_positions), _READ_TOGETHER
 
     def _is_pass(self, since: int, number: int) -> bool:
@@ -231,9 +231,9 @@ class BlockReader(Reader):
         while reading:
             following = self._begun(group + 1)
             documents = [
-                ((one.epoch, one.block, i), example)
-                for one in reading
-                for i, example in enumerate(one.examples.result())
+                ((item.epoch, item.block, i), example)
+                for item in reading
+                for i, example in enumerate(item.examples.result())
             ]
             order = range(len(documents))
             if self._seed is not None:
@@ -254,8 +254,8 @@ class BlockReader(Reader):
         at_positions = positions_of(
             self._index, self._count, group * self._together, self._together, self._epochs, len(self._blocks)
         )
-        found = (position_in_epoch(len(self._blocks), at, self._seed) for at in at_positions)
-        return [_Reading(epoch, block, block_pool().submit(self._blocks.examples, block)) for epoch, block in found]
+        result = (position_in_epoch(len(self._blocks), at, self._seed) for at in at_positions)
+        return [_Reading(epoch, block, block_pool().submit(self._blocks.examples, block)) for epoch, block in result]
 
     @property
     def _groups(self) -> int:

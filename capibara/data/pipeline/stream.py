@@ -116,9 +116,9 @@ class Layout:
 
 
 def _all(kind: type[D], documents: Sequence[AnyDocument]) -> list[D]:
-    found = [document for document in documents if isinstance(document, kind)]
-    assert len(found) == len(documents), f"a window of {kind.__name__} has others, too"
-    return found
+    result = [document for document in documents if isinstance(document, kind)]
+    assert len(result) == len(documents), f"a window of {kind.__name__} has others, too"
+    return result
 
 
 class RowStream:
@@ -176,12 +176,12 @@ class RowStream:
         tokens = sum(layout.need(document) for _, document in documents)
         at_end = False
         while tokens < rows * layout.length or len(documents) < layout.window_documents:
-            found = next(self._documents, None)
-            if found is None:
+            result = next(self._documents, None)
+            if result is None:
                 at_end = True
                 break
-            documents.append(found)
-            tokens += layout.need(found[1])
+            documents.append(result)
+            tokens += layout.need(result[1])
         if not documents:
             raise StopIteration
         self._next = State(document=documents[-1][0] + 1)

@@ -176,8 +176,8 @@ class TaskFeed(Feed):
 
     def _documents(self, shard: int, begin: int) -> Iterator[Numbered]:
         assemble = Assembler(self.dataset, adds_end=False)
-        found = self._read(shard, begin) if self._blocks is None else self._blocks.read(shard, begin)
-        for number, example in found:
+        result = self._read(shard, begin) if self._blocks is None else self._blocks.read(shard, begin)
+        for number, example in result:
             targets = _ids(example, "targets", self._task.name)
             inputs = _ids(example, "inputs", self._task.name) if "inputs" in example else None
             if (longest := self.dataset.inputs_length) is not None:

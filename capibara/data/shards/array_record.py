@@ -190,11 +190,11 @@ def _footer_position(shard: Entry) -> int:
     at = shard.size - _PAGE
     try:
         (first, *_) = _chunk(shard, at, shard.size)
-        found = dict(fields(first))
+        result = dict(fields(first))
     except (Malformed, IndexError, ValueError, struct.error):
-        found = {}
-    footer = found.get(1)
-    if found.get(2) != _MAGIC or not isinstance(footer, int) or not 0 < footer < at:
+        result = {}
+    footer = result.get(1)
+    if result.get(2) != _MAGIC or not isinstance(footer, int) or not 0 < footer < at:
         raise UserError(
             f"{shard.url} is no ArrayRecord file, or cut short (no end mark in its last page): copy it again"
         )
@@ -203,8 +203,8 @@ def _footer_position(shard: Entry) -> int:
 
 def _footer_entry(record: bytes) -> tuple[int, int]:
     """The position of a chunk and the number of its records, from a message ArrayRecordFooter."""
-    found = dict(fields(record))
-    at, count = found.get(1, 0), found.get(3, 0)
+    result = dict(fields(record))
+    at, count = result.get(1, 0), result.get(3, 0)
     if not isinstance(at, int) or not isinstance(count, int):
         raise Malformed("a chunk's position is no number")
     return at, count

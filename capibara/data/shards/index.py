@@ -62,15 +62,15 @@ def listed(parameter: str, patterns: Sequence[str]) -> list[Entry]:
     """
     if isinstance(patterns, str):
         patterns = (patterns,)
-    found: list[Entry] = []
+    result: list[Entry] = []
     for pattern in patterns:
         entries = stores.of(pattern).matching(pattern)
         if not entries:
             raise UserError(f"{parameter} ({pattern!r}) matches no file")
-        found += entries
-    if not found:
+        result += entries
+    if not result:
         raise UserError(f"{parameter} is empty: name at least one file or glob")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(result))
 
 
 def index_of(shards: Sequence[Entry], shard_format: ShardFormat) -> Index:
@@ -85,8 +85,8 @@ def index_of(shards: Sequence[Entry], shard_format: ShardFormat) -> Index:
     with concurrent.futures.ThreadPoolExecutor(min(_THREADS, max(1, len(missing)))) as pool:
         waiting = [pool.submit(shard_format.blocks, shard) for shard in missing]
         try:
-            for shard, one in zip(missing, waiting, strict=True):
-                known[shard.url] = ([shard.size, shard.version], one.result())
+            for shard, item in zip(missing, waiting, strict=True):
+                known[shard.url] = ([shard.size, shard.version], item.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

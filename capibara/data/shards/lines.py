@@ -36,12 +36,12 @@ class JsonLines(ShardFormat):
 
     def records(self, shard: Entry, start: int, stop: int) -> list[tuple[int, Record]]:
         at, content = whole_lines(shard, start, stop)
-        found: list[tuple[int, Record]] = []
+        result: list[tuple[int, Record]] = []
         for line in content.split(b"\n"):
             if line and not line.isspace():
-                found.append((at, line))
+                result.append((at, line))
             at += len(line) + 1
-        return found
+        return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +63,13 @@ class TextLines(ShardFormat):
 
     def records(self, shard: Entry, start: int, stop: int) -> list[tuple[int, Record]]:
         at, content = whole_lines(shard, start, stop)
-        found: list[tuple[int, Record]] = []
+        result: list[tuple[int, Record]] = []
         begin = 0
         while begin < len(content):
             end = content.find(b"\n", begin + self.document_bytes - 1) + 1 or len(content)
-            found.append((at + begin, content[begin:end]))
+            result.append((at + begin, content[begin:end]))
             begin = end
-        return found
+        return result
 
 
 def whole_lines(shard: Entry, start: int, stop: int) -> tuple[int, bytes]:

@@ -54,12 +54,12 @@ class ParquetRows(ShardFormat):
                     f"{shard.url} has a row group of {size / 2**30:.1f} GiB: write it with smaller ones (row_group_size=10000)"
                 )
             with _opened(shard, metadata) as file:
-                found = _rows(file, shard, group, list(self.columns))
+                result = _rows(file, shard, group, list(self.columns))
         except Exception as error:  # pyarrow raises many classes: all are a fault of the file
             raise _corrupted(shard, error, start) from error
-        if len(found) != stop - start:
-            raise _corrupted(shard, f"a row group has {len(found):,} rows, {stop - start:,} were announced", start)
-        return list(enumerate(found, start))
+        if len(result) != stop - start:
+            raise _corrupted(shard, f"a row group has {len(result):,} rows, {stop - start:,} were announced", start)
+        return list(enumerate(result, start))
 
 
 def _unpacked_bytes(group: Any, columns: tuple[str, ...]) -> int:
@@ -74,7 +74,7 @@ def _unpacked_bytes(group: Any, columns: tuple[str, ...]) -> int:
 
 def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Record]:
     """The rows of a row group; checks the unpacked size again, since the metadata may be wrong."""
-    found, size = [], 0
+    result, size = [], 0
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
         size += batch.nbytes
         if size > _MOST_BYTES:
@@ -82,8 +82,8 @@ def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Recor
                 f"{shard.url} has a row group of more than {_MOST_BYTES / 2**30:.0f} GiB: write it with smaller ones "
                 "(row_group_size=10000)"
             )
-        found += batch.to_pylist()
-    return found
+        result += batch.to_pylist()
+    return result
 
 
 class _Ranges(io.RawIOBase):

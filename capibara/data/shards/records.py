@@ -74,11 +74,11 @@ class Fields:
             record_format = RecordFormat.JSON
         if record_format in (RecordFormat.AUTO, RecordFormat.EXAMPLE):
             try:
-                found = protobuf.example(record)
-                if rows.MARK in found:
-                    return self._row(found, where)
-                if found or record_format is RecordFormat.EXAMPLE:
-                    return {name: value[0] if len(value) == 1 else value for name, value in found.items()}
+                result = protobuf.example(record)
+                if rows.MARK in result:
+                    return self._row(result, where)
+                if result or record_format is RecordFormat.EXAMPLE:
+                    return {name: value[0] if len(value) == 1 else value for name, value in result.items()}
             except protobuf.Malformed as error:
                 if record_format is RecordFormat.EXAMPLE:
                     raise UserError(f"{where} is no tf.train.Example ({error}): set ShardedSource.record") from None

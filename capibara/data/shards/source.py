@@ -141,8 +141,8 @@ class ShardedSource(Source):
         return paths, left_out
 
     def _is_shard(self, name: str) -> bool:
-        found = _format_of(packed.plain_name(name))
-        return found is not None and self.format in (None, found)
+        result = _format_of(packed.plain_name(name))
+        return result is not None and self.format in (None, result)
 
     def _plain(self, parameter: str, shards: list[indexes.Entry]) -> list[indexes.Entry]:
         """The files, with plain copies in place of those that are compressed or not in UTF-8."""
@@ -161,8 +161,8 @@ class ShardedSource(Source):
         paths = {shard.url: shard.url for shard in local}
         paths |= dict(zip((shard.url for shard in remote), copies.local_files(remote), strict=True))
         new = dict(zip(paths, plain.copies_of(parameter, list(paths.values()), self.encoding), strict=True))
-        found = indexes.listed(parameter, list(new.values()))
-        by_copy = {entry.url: entry for entry in found}
+        result = indexes.listed(parameter, list(new.values()))
+        by_copy = {entry.url: entry for entry in result}
         return [by_copy[new[shard.url]] if shard.url in new else shard for shard in shards]
 
     def _format(self, parameter: str, shards: list[indexes.Entry]) -> ShardFormat:
@@ -186,7 +186,7 @@ class ShardedSource(Source):
 
     @staticmethod
     def _format_by_name(parameter: str, shards: list[indexes.Entry]) -> Format:
-        found = set()
+        result = set()
         for shard in shards:
             name = os.path.basename(shard.url).lower()
             if name.endswith(_COMPRESSED):
@@ -198,13 +198,13 @@ class ShardedSource(Source):
                 raise UserError(
                     f"{parameter}: {shard.url} has no known ending: set ShardedSource.format to one of {known}"
                 )
-            found.add(file_format)
-        if len(found) > 1:
+            result.add(file_format)
+        if len(result) > 1:
             raise UserError(
-                f"{parameter} have several formats ({', '.join(sorted(found))}): set ShardedSource.format to one of them, or use "
+                f"{parameter} have several formats ({', '.join(sorted(result))}): set ShardedSource.format to one of them, or use "
                 "one source for each"
             )
-        return found.pop()
+        return result.pop()
 
 
 def _format_of(url: str) -> Format | None:
@@ -248,9 +248,9 @@ class ShardBlocks(Blocks):
             ]
         unit = "row" if self._format.name == Format.PARQUET else "byte"
         url = plain.origin(entry.url)
-        found = [self._fields.example(record, f"{url} at {unit} {at:,}") for at, record in records]
-        examples = [example for example in found if example is not None]
-        self._count_skipped(len(found) - len(examples), url)
+        result = [self._fields.example(record, f"{url} at {unit} {at:,}") for at, record in records]
+        examples = [example for example in result if example is not None]
+        self._count_skipped(len(result) - len(examples), url)
         return examples
 
     def _count_skipped(self, count: int, url: str) -> None:

@@ -45,7 +45,7 @@ class TfRecords(ShardFormat):
         at = start if start == 0 else window.first_record(start, stop)
         if start and not window.is_preceded(start, at, stop):
             raise _corrupted(shard, start, "no record before it ends where the next begins")
-        found: list[tuple[int, Record]] = []
+        result: list[tuple[int, Record]] = []
         while at is not None and at < stop:
             length = window.length(at)
             if length is None:
@@ -56,9 +56,9 @@ class TfRecords(ShardFormat):
             record, check = content[:length], content[length:]
             if int.from_bytes(check, "little") != masked(google_crc32c.value(record)):
                 raise _corrupted(shard, at, "a record has another checksum")
-            found.append((at, record))
+            result.append((at, record))
             at += _FRAME + length
-        return found
+        return result
 
 
 def _corrupted(shard: Entry, at: int, why: str) -> UserError:

@@ -81,14 +81,14 @@ class HuggingFaceSource(Source):
 
     def _with_text(self, table: Any) -> np.ndarray:
         """The rows whose text is not null."""
-        kept = np.ones(len(table), bool)
+        retained = np.ones(len(table), bool)
         for name in filter(None, (self.field, self.inputs_field)):
             if table.data.column(name).null_count:
-                kept &= [value is not None for value in table[name]]
-        tell_skipped("HuggingFaceSource.path", self.path, len(kept) - int(kept.sum()), len(kept))
-        if not kept.any():
+                retained &= [value is not None for value in table[name]]
+        tell_skipped("HuggingFaceSource.path", self.path, len(retained) - int(retained.sum()), len(retained))
+        if not retained.any():
             raise UserError(f"HuggingFaceSource.path ({self.path!r}) has no row with a text: the corpus is empty")
-        return np.flatnonzero(kept)
+        return np.flatnonzero(retained)
 
     def _load(self, split: str) -> Any:
         datasets = extras.require("datasets", extra="hf")

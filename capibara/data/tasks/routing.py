@@ -56,13 +56,16 @@ class RoutingTask:
         path = f"{self.folder.rstrip('/')}/manifest.json"
         fix = "name the output folder of `capibara prepare routing`"
         try:
-            found = limits.parse_json(stores.of(path).read(path, limits.TEXT_BYTES))
+            result = limits.parse_json(stores.of(path).read(path, limits.TEXT_BYTES))
         except (OSError, ValueError) as error:
             raise UserError(f"routing_task.folder: {path} cannot be read ({limits.cause(error)}): {fix}") from None
-        if not isinstance(found, Mapping) or found.get("kind") != "routing":
+        if not isinstance(result, Mapping) or result.get("kind") != "routing":
             raise UserError(f"routing_task.folder: {path} is not that of a routing set: {fix}")
         try:
-            schema, files = found["config"].get("schema"), {one["name"]: int(one["records"]) for one in found["files"]}
+            schema, files = (
+                result["config"].get("schema"),
+                {item["name"]: int(item["records"]) for item in result["files"]},
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"routing_task.folder: {path} is corrupted ({limits.cause(error)}): {fix}") from None
         if schema != SCHEMA:
@@ -127,8 +130,8 @@ def register(task: RoutingTask) -> None:
     seqio.TaskRegistry.add(
         task.name,
         source=seqio.TextLineDataSource(
-            split_to_filepattern={split: list(found) for split, found in files.items()},
-            num_input_examples={split: sum(found.values()) for split, found in files.items()},
+            split_to_filepattern={split: list(result) for split, result in files.items()},
+            num_input_examples={split: sum(result.values()) for split, result in files.items()},
         ),
         preprocessors=[
             _records,

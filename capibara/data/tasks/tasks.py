@@ -153,9 +153,11 @@ def splits_of(task: Any) -> Sequence[str]:
     try:
         return tuple(task.splits)
     except (ValueError, OSError) as error:
-        found = [part.source for part in getattr(task, "tasks", [task])]
+        result = [part.source for part in getattr(task, "tasks", [task])]
         named = [
-            f"{one.tfds_dataset.name} in {one.tfds_dataset.data_dir}" for one in found if hasattr(one, "tfds_dataset")
+            f"{item.tfds_dataset.name} in {item.tfds_dataset.data_dir}"
+            for item in result
+            if hasattr(item, "tfds_dataset")
         ]
         reason = " ".join(str(error).split("\n")[0].split())
         raise UserError(

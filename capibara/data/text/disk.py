@@ -371,11 +371,11 @@ def line_bounds(path: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         starts = np.concatenate([[first], stops[:-1] + 1])
         longest = int(np.argmax(stops - starts))
         limits.check_line(int(stops[longest] - starts[longest]), f"{path}:{lines + longest + 1}")
-        kept = stops > starts
+        retained = stops > starts
         # A line of only spaces and a carriage return is blank, too.
-        spaced = np.flatnonzero(kept)[np.isin(content[starts[kept]], _SPACES)]
-        kept[[i for i in spaced.tolist() if not content[starts[i] : stops[i]].tobytes().strip()]] = False
-        columns_of_blocks.append((starts[kept], stops[kept], np.flatnonzero(kept) + lines + 1))
+        spaced = np.flatnonzero(retained)[np.isin(content[starts[retained]], _SPACES)]
+        retained[[i for i in spaced.tolist() if not content[starts[i] : stops[i]].tobytes().strip()]] = False
+        columns_of_blocks.append((starts[retained], stops[retained], np.flatnonzero(retained) + lines + 1))
         first, lines = int(stops[-1]) + 1, lines + len(stops)
     starts, stops, numbers = (np.concatenate([columns[i] for columns in columns_of_blocks]) for i in range(3))
     return starts, stops, numbers, lines - len(starts)
@@ -389,15 +389,15 @@ def null_lines(path: str, starts: np.ndarray, stops: np.ndarray, fields: Sequenc
     pattern = b"(?:" + b"|".join(re.escape(name.encode()) for name in sorted(names)) + rb")\s*:\s*null"
     content = np.memmap(path, np.uint8, "r")
     places = [match.start() for match in re.finditer(pattern, content.data)]
-    found = []
+    result = []
     for i in np.unique(np.searchsorted(starts, places, side="right") - 1).tolist():
         try:
             record = limits.parse_json(content[starts[i] : stops[i]].tobytes(), finite=False)
         except ValueError:  # the reader says why
             continue
         if isinstance(record, dict) and any(record.get(field, "") is None for field in fields):
-            found.append(i)
-    return found
+            result.append(i)
+    return result
 
 
 def name_hashes(names: Sequence[str]) -> np.ndarray:

@@ -54,7 +54,7 @@ def example(data: bytes) -> dict[str, list[Any]]:
     Raises:
       Malformed: the bytes are not a tf.train.Example.
     """
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for features in _messages(data, 1):
         for entry in _messages(features, 1):
             parts = dict(fields(entry))
@@ -62,15 +62,15 @@ def example(data: bytes) -> dict[str, list[Any]]:
             if not isinstance(name, bytes) or not isinstance(feature, bytes):
                 raise Malformed("a feature without a name")
             try:
-                found[name.decode()] = _feature(feature)
+                result[name.decode()] = _feature(feature)
             except (UnicodeDecodeError, struct.error) as error:
                 raise Malformed(str(error)) from None
-    return found
+    return result
 
 
 def _messages(data: bytes, number: int) -> Iterator[bytes]:
-    for found, value in fields(data):
-        if found == number:
+    for result, value in fields(data):
+        if result == number:
             if not isinstance(value, bytes):
                 raise Malformed(f"field {number} is no message")
             yield value

@@ -27,13 +27,13 @@ Value = dict[str, Any]  # a JSON object
 
 def of_source(source: object) -> list[Value]:
     """The data sets of a source's training files; raises nothing: what cannot be read is omitted."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for pattern in _patterns(source):
         try:
-            found |= {entry.url: entry.size for entry in stores.of(pattern).matching(pattern)}
+            result |= {entry.url: entry.size for entry in stores.of(pattern).matching(pattern)}
         except _UNREADABLE:
             continue
-    return of_files(found)
+    return of_files(result)
 
 
 def of_paths(paths: Iterable[str]) -> list[Value]:
@@ -109,9 +109,9 @@ def _manifest(folder: str) -> Value | None:
         store = stores.of(path)
         if store.has_local_paths and not os.path.isfile(path):
             return None
-        found = limits.parse_json(store.read(path, limits.TEXT_BYTES))
-        texts = isinstance(found["kind"], str) and isinstance(found["fingerprint"], str)
-        return {**found, "by_name": {file["name"]: file for file in found["files"]}} if texts else None
+        result = limits.parse_json(store.read(path, limits.TEXT_BYTES))
+        texts = isinstance(result["kind"], str) and isinstance(result["fingerprint"], str)
+        return {**result, "by_name": {file["name"]: file for file in result["files"]}} if texts else None
     except (*_UNREADABLE, KeyError, TypeError):  # there is none, or it is of another program
         return None
 

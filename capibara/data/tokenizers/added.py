@@ -39,8 +39,8 @@ class Token(NamedTuple):
 
 def of_folder(folder: str) -> Files:
     """The contents of the files that are in a folder."""
-    found = {name: read_json(os.path.join(folder, name)) for name in FILES}
-    return {name: values for name, values in found.items() if values is not None}
+    result = {name: read_json(os.path.join(folder, name)) for name in FILES}
+    return {name: values for name, values in result.items() if values is not None}
 
 
 def of_files(files: Mapping[str, bytes], where: str) -> Any:
@@ -84,11 +84,13 @@ def complete(tokenizer: Any, files: Files, where: str) -> None:
             f"{where}: {CONFIG_FILE} has split_special_tokens = True, by which special tokens are read as text: set it to false"
         )
     has = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    found = list(_tokens(files, where))
-    if len(found) > _MOST:
-        raise UserError(f"{where}: {CONFIG_FILE} names {len(found):,} tokens, must name at most {_MOST:,}: remove some")
+    result = list(_tokens(files, where))
+    if len(result) > _MOST:
+        raise UserError(
+            f"{where}: {CONFIG_FILE} names {len(result):,} tokens, must name at most {_MOST:,}: remove some"
+        )
     added = []
-    for token in found:
+    for token in result:
         old = has.get(token.content)
         if not token.content or old is not None and (token.flags is None or _flags_of(old) == token.flags):
             continue

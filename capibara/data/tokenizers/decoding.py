@@ -133,7 +133,7 @@ def lookahead_of(decoder: Mapping[str, Any] | None, vocab: Mapping[str, int]) ->
         if is_joined and not _is_local(step):
             return Lookahead((), whole=True)
         if kind == "ByteFallback":
-            if any(_makes_byte_pieces(one) for one in before):
+            if any(_makes_byte_pieces(item) for item in before):
                 return Lookahead((), whole=True)
             runs = frozenset(i for token, i in vocab.items() if _BYTE_PIECE.fullmatch(token))
         is_partial |= kind == "ByteLevel"

@@ -105,8 +105,8 @@ def carried(folder: str) -> dict[str, bytes]:
         files.pop(TEMPLATE_FILE, None)  # it would be the only one
         files |= several
     model = read_json(os.path.join(folder, MODEL_FILE)) or {}
-    if GENERATION_FILE not in files and (made := generation(model)):
-        files[GENERATION_FILE] = made
+    if GENERATION_FILE not in files and (created := generation(model)):
+        files[GENERATION_FILE] = created
     elif GENERATION_FILE in files and model.get(START_ID) is not None:
         stated = limits.parse_json(files[GENERATION_FILE], unlimited=True)
         if isinstance(stated, dict) and stated.get(START_ID) is None:  # as decoder_start.start_id reads both files
@@ -218,7 +218,7 @@ def ids_of(value: object, where: str) -> tuple[int, ...]:
       UserError: it is something else.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > _MOST_ENDS or not all(type(one) is int for one in ids):
+    if len(ids) > _MOST_ENDS or not all(type(item) is int for item in ids):
         shown = limits.shortened(value)
         raise UserError(f"{where} has eos_token_id = {shown}, must be a token id or a list of them: correct it")
     return tuple(ids)
@@ -262,8 +262,8 @@ def named(values: Mapping[str, Any], where: str = CONFIG_FILE) -> dict[str, str]
             raise UserError(
                 f"{where} has {field} = {shown}, must be a text, or an object with one as its content: correct it"
             )
-    told = {field: value.get("content") if isinstance(value, Mapping) else value for field, value in values.items()}
-    return {field: token for field, token in told.items() if field.endswith("_token") and isinstance(token, str)}
+    reported = {field: value.get("content") if isinstance(value, Mapping) else value for field, value in values.items()}
+    return {field: token for field, token in reported.items() if field.endswith("_token") and isinstance(token, str)}
 
 
 def one_line(error: BaseException) -> str:

@@ -196,9 +196,9 @@ def _probe(kind: str, content: bytes, texts: list[str], path: str) -> None:
     if key in _tried:
         return
     header = json.dumps([kind, texts]).encode()
-    found = _run(len(header).to_bytes(8, "little") + header + content)
-    if found is not None:
-        raise UserError(f"{path} is not a {_CALLED[kind]}: {found}")
+    result = _run(len(header).to_bytes(8, "little") + header + content)
+    if result is not None:
+        raise UserError(f"{path} is not a {_CALLED[kind]}: {result}")
     _tried.add(key)
 
 

@@ -73,11 +73,11 @@ class OwnFiles(NamedTuple):
 
 def _check_ids(ids: object, size: int, name: str) -> None:
     """Raises UserError if what a vocabulary of the user's has returned is no list of ids."""
-    found = np.asarray(ids)
-    if found.ndim != 1 or found.size and not np.issubdtype(found.dtype, np.integer):
+    result = np.asarray(ids)
+    if result.ndim != 1 or result.size and not np.issubdtype(result.dtype, np.integer):
         raise UserError(f"{name}.encode returned {short(ids)}, must return a list of ids: see docs/extending.md")
-    if found.size and not 0 <= found.min() <= found.max() < size:
-        wrong = next(int(i) for i in found if not 0 <= i < size)
+    if result.size and not 0 <= result.min() <= result.max() < size:
+        wrong = next(int(i) for i in result if not 0 <= i < size)
         raise UserError(
             f"{name}.encode returned the id {wrong}, must return ids from 0 to {size - 1} (its size less 1)"
         )
@@ -410,8 +410,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     @property
     def mask_id(self) -> int:
-        found = map(self.processor.piece_to_id, ("[MASK]", "<mask>"))
-        return next((i for i in found if i != self.processor.unk_id()), None) or super().mask_id
+        result = map(self.processor.piece_to_id, ("[MASK]", "<mask>"))
+        return next((i for i in result if i != self.processor.unk_id()), None) or super().mask_id
 
     def encode(self, text: str) -> list[int]:
         if _SPACE not in text or self._adds_space:
@@ -515,10 +515,10 @@ class TokenizerJsonVocabulary(Vocabulary):
     @functools.cached_property
     def eos_id(self) -> int:
         usual = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]", "<|eot_id|>")
-        found = self._special("eos_token", self.eos_token, usual)
-        if found is None:
+        result = self._special("eos_token", self.eos_token, usual)
+        if result is None:
             raise UserError(f"{self.path} has no end token of a common name: set TokenizerJsonVocabulary.eos_token")
-        return found
+        return result
 
     @functools.cached_property
     def end_ids(self) -> tuple[int, ...]:
@@ -526,8 +526,8 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @functools.cached_property
     def bos_id(self) -> int:
-        found = self._special("bos_token", self.bos_token, ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]"))
-        return self.eos_id if found is None else found
+        result = self._special("bos_token", self.bos_token, ("<|begin_of_text|>", "<s>", "<bos>", "[CLS]"))
+        return self.eos_id if result is None else result
 
     @functools.cached_property
     def begin_ids(self) -> tuple[int, ...]:
@@ -543,13 +543,13 @@ class TokenizerJsonVocabulary(Vocabulary):
 
     @functools.cached_property
     def pad_id(self) -> int:
-        found = self._special("pad_token", self.pad_token, ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]"))
-        return self.eos_id if found is None else found
+        result = self._special("pad_token", self.pad_token, ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]"))
+        return self.eos_id if result is None else result
 
     @functools.cached_property
     def mask_id(self) -> int:
-        found = self._special("mask_token", self.mask_token, ("[MASK]", "<mask>", "<|mask|>"))
-        return super().mask_id if found is None else found
+        result = self._special("mask_token", self.mask_token, ("[MASK]", "<mask>", "<|mask|>"))
+        return super().mask_id if result is None else result
 
     @functools.cached_property
     def sentinel_ids(self) -> Sequence[int]:

@@ -61,10 +61,10 @@ class Remote:
         self._named = named  # whether it is a class that the tests refer to by a capitalised name, or an instance of it
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        found = self._side.do("call", self, *args, **kwargs)
-        if isinstance(found, Remote):
-            found._named = found._named or self._named
-        return found
+        result = self._side.do("call", self, *args, **kwargs)
+        if isinstance(result, Remote):
+            result._named = result._named or self._named
+        return result
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -172,19 +172,19 @@ class Side:
         for known, held in self._raised.items():
             if held == number:
                 return known
-        made = type(name, (_builtin_exception(base),), {})
-        self._raised[made] = number
-        return made
+        created = type(name, (_builtin_exception(base),), {})
+        self._raised[created] = number
+        return created
 
     def do(self, op: str, target: object, *args: object, **kwargs: object) -> object:
         """Makes the other side execute an operation; returns the result."""
-        parts = [wire.encode(one, self.refer) for one in (target, args, kwargs)]
+        parts = [wire.encode(item, self.refer) for item in (target, args, kwargs)]
         with self._lock:
-            kind, *found = self.ask(["do", op, *parts])
+            kind, *result = self.ask(["do", op, *parts])
         if kind == "stop" and op == "next":
             raise StopIteration
         try:
-            return self._result(wire.as_text(kind), found, args)
+            return self._result(wire.as_text(kind), result, args)
         except _CANNOT_BE_READ as error:
             if getattr(error, "__of_program__", False):
                 raise
@@ -204,13 +204,13 @@ class Side:
 
     def _error(self, kind: wire.Json, args: wire.Json) -> Exception:
         of = wire.as_list(kind)
-        made = _builtin_exception(of[1]) if of[0] == "builtin" else wire.decode(kind, self.resolve)
+        created = _builtin_exception(of[1]) if of[0] == "builtin" else wire.decode(kind, self.resolve)
         arguments = wire.decode(args, self.resolve)
-        if not (isinstance(made, type) and issubclass(made, Exception) and isinstance(arguments, (tuple, list))):
+        if not (isinstance(created, type) and issubclass(created, Exception) and isinstance(arguments, (tuple, list))):
             raise TypeError("no error")
         error: Exception
         try:
-            error = made(*arguments)
+            error = created(*arguments)
         except TypeError:  # some built-in exceptions need more arguments than were sent
             error = RuntimeError(*arguments)
         vars(error)["__of_program__"] = True
@@ -221,10 +221,10 @@ class Side:
         try:
             wire.write_message(self._channel, message)
             while True:
-                found = wire.read_message(self._channel)
-                if found[0] in ("ok", "stop", "error"):
-                    return found
-                self.answer(found)
+                result = wire.read_message(self._channel)
+                if result[0] in ("ok", "stop", "error"):
+                    return result
+                self.answer(result)
         except wire.Broken:
             self._lost("")
         except _CANNOT_BE_READ as error:
@@ -236,8 +236,8 @@ class Side:
         try:
             _, operation, *sent = message
             op = wire.as_text(operation)
-            before = [json.dumps(one) for one in wire.as_list(wire.as_list(sent[1])[1])]
-            target, args, kwargs = (wire.decode(one, self.resolve) for one in sent)
+            before = [json.dumps(item) for item in wire.as_list(wire.as_list(sent[1])[1])]
+            target, args, kwargs = (wire.decode(item, self.resolve) for item in sent)
             if not isinstance(args, tuple) or not isinstance(kwargs, dict):
                 raise TypeError("no arguments")
             if self.careful and not _permitted(op, target, args):
@@ -258,18 +258,18 @@ class Side:
 
     def _answered(self, value: object, args: tuple[object, ...], before: list[str]) -> list[wire.Json]:
         changed: list[wire.Json] = []
-        for number, one in enumerate(args):
-            if isinstance(one, _MUTABLE) and json.dumps(new := wire.encode(one, self.refer)) != before[number]:
+        for number, item in enumerate(args):
+            if isinstance(item, _MUTABLE) and json.dumps(new := wire.encode(item, self.refer)) != before[number]:
                 changed.append([number, new])
-        for number, one in enumerate(args):
-            if value is one and isinstance(one, _MUTABLE):
+        for number, item in enumerate(args):
+            if value is item and isinstance(item, _MUTABLE):
                 return ["ok", ["argument", number], changed]
         return ["ok", wire.encode(value, self.refer), changed]
 
     def _told(self, error: Exception) -> list[wire.Json]:
         kind: type = type(error)
         mine = None if getattr(builtins, kind.__name__, None) is kind or self.careful else self.refer(kind)
-        base = next(one for one in kind.__mro__ if one.__module__ == "builtins")
+        base = next(item for item in kind.__mro__ if item.__module__ == "builtins")
         try:
             arguments = wire.encode(error.args, self.refer)
         except (wire.NotPlain, RecursionError):
@@ -282,7 +282,7 @@ def _described(value: object) -> tuple[str, str, str]:
     name = str(getattr(value, "__name__", None) or type(value).__name__)
     if isinstance(value, type):
         if issubclass(value, Exception):
-            return "exception", name, next(one.__name__ for one in value.__mro__ if one.__module__ == "builtins")
+            return "exception", name, next(item.__name__ for item in value.__mro__ if item.__module__ == "builtins")
         return "class", name, ""
     if isinstance(value, types.FunctionType) and value.__code__.co_flags & _COROUTINE:
         return "coroutine function", name, ""
@@ -344,7 +344,7 @@ def _merge(old: object, new: object) -> object:
     if type(old) is not type(new) or not isinstance(old, _MUTABLE):
         return new
     if isinstance(old, dict) and isinstance(new, dict):
-        merged = {key: _merge(old[key], one) if key in old else one for key, one in new.items()}
+        merged = {key: _merge(old[key], item) if key in old else item for key, item in new.items()}
         old.clear()
         old.update(merged)
     elif isinstance(old, set) and isinstance(new, set):
@@ -353,10 +353,10 @@ def _merge(old: object, new: object) -> object:
     elif isinstance(old, bytearray) and isinstance(new, bytearray):
         old[:] = new
     elif isinstance(old, (list, collections.deque)) and isinstance(new, (list, collections.deque)):
-        kept = [_merge(one, other) for one, other in zip(old, new)]
-        rest = list(new)[len(kept) :]
+        retained = [_merge(item, other) for item, other in zip(old, new)]
+        rest = list(new)[len(retained) :]
         old.clear()
-        old.extend([*kept, *rest])
+        old.extend([*retained, *rest])
     return old
 
 
@@ -369,8 +369,8 @@ def serve(channel: socket.socket, run: Callable[[str], dict[str, object]], ended
         if message[0] == "ready":
             wire.write_message(channel, message)
         elif message[0] == "look":
-            found = [name for name in map(wire.as_text, wire.as_list(message[1])) if name in names]
-            wire.write_message(channel, ["ok", {name: wire.encode(names[name], side.refer) for name in found}])
+            result = [name for name in map(wire.as_text, wire.as_list(message[1])) if name in names]
+            wire.write_message(channel, ["ok", {name: wire.encode(names[name], side.refer) for name in result}])
         else:
             side.answer(message)
 
@@ -454,10 +454,10 @@ def _free_names(text: str) -> set[str]:
 
 def _looked_up(side: Side, names: list[str], failed: Callable[[str], NoReturn]) -> dict[str, object]:
     """Looks up these names in the program."""
-    kind, *found = side.ask(["look", [*names]])
+    kind, *result = side.ask(["look", [*names]])
     held: dict[str, object] = {}
     try:
-        values = found[0] if kind == "ok" else {}
+        values = result[0] if kind == "ok" else {}
         if not isinstance(values, dict):
             raise TypeError("no names")
         for name in filter(values.__contains__, names):

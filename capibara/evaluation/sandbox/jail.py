@@ -96,7 +96,7 @@ def main(argv: list[str]) -> None:
     uids = (_new_uid(), _new_uid())
     ours, theirs = socket.socketpair()
     until = time.monotonic() + options.seconds
-    told, tell = os.pipe()
+    reported, tell = os.pipe()
     program = _fork(lambda: _start_program(libc, options, theirs, tell, uids[0]))
     os.close(tell)
     theirs.close()
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
     tests = _fork(lambda: _start_tests(libc, options, ours, say, uids[1]))
     os.close(say)
     ours.close()
-    confined = Confined(**json.loads(_line(told, until) or '{"network": false, "files": false}'))
+    confined = Confined(**json.loads(_line(reported, until) or '{"network": false, "files": false}'))
     verdict = _line(heard, until)
     outcome = _outcome(verdict, program, tests, time.monotonic() >= until)
     for pid in (program, tests):
@@ -121,9 +121,9 @@ def _outcome(verdict: bytes, program: int, tests: int, late: bool) -> dict[str, 
     """The verdict of the tests' process; without one, a reason from the exit statuses of both."""
     if late and not verdict:
         return {"passed": False, "reason": "out of time"}
-    found: dict[str, bool | str] = json.loads(verdict) if verdict else {"passed": False, "reason": ""}
-    if found["passed"] or found["reason"]:
-        return found
+    result: dict[str, bool | str] = json.loads(verdict) if verdict else {"passed": False, "reason": ""}
+    if result["passed"] or result["reason"]:
+        return result
     if (ended := _wait(program, _ENDING_S)) is not None:
         return {"passed": False, "reason": _reason(ended)}
     ended = _wait(tests, _ENDING_S)
@@ -380,8 +380,8 @@ def _wait(pid: int, seconds: float) -> int | None:
     """Waits for a process; returns its exit status, or None after `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        result, status = os.waitpid(pid, os.WNOHANG)
+        if result:
             return status
         time.sleep(0.001)
     return None
@@ -413,10 +413,10 @@ def _sweep(libc: _Libc, uids: set[int]) -> None:
             for name in (*files, *names):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):
-                    found = os.lstat(path)
-                    if found.st_uid in uids:
+                    result = os.lstat(path)
+                    if result.st_uid in uids:
                         _remove(path)
-                    if name in names and (found.st_uid in uids or not found.st_mode & stat.S_IWOTH):
+                    if name in names and (result.st_uid in uids or not result.st_mode & stat.S_IWOTH):
                         names.remove(name)  # they cannot have files below it
     for number in _left("shm", uids):
         libc.shmctl(number, _RMID, None)

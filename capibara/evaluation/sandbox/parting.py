@@ -28,9 +28,9 @@ def parted(text: str) -> tuple[str, str]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return text, ""
     defined = {
-        one.name: n
-        for n, one in enumerate(body)
-        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        item.name: n
+        for n, item in enumerate(body)
+        if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
     }
     begins = _checked_from(body, defined)
     if begins is None:
@@ -40,7 +40,7 @@ def parted(text: str) -> tuple[str, str]:
     if begins == len(body):
         return text, ""
     first = body[begins]
-    line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))]) - 1
+    line = min([first.lineno, *(item.lineno for item in getattr(first, "decorator_list", ()))]) - 1
     if begins and (body[begins - 1].end_lineno or 0) > line:  # program and tests share a line
         return text, ""
     lines = io.StringIO(text, newline=None).readlines()
@@ -54,12 +54,12 @@ def _checked_from(body: list[ast.stmt], defined: dict[str, int]) -> int | None:
     call = getattr(body[-1], "value", None) if body and isinstance(body[-1], ast.Expr) else None
     if not isinstance(call, ast.Call) or (index := defined.get(getattr(call.func, "id", ""))) is None:
         return None
-    passed = any(isinstance(one, ast.Name) and one.id in defined for one in call.args)
-    return index if passed or any(isinstance(one, ast.Assert) for one in ast.walk(body[index])) else None
+    passed = any(isinstance(arg, ast.Name) and arg.id in defined for arg in call.args)
+    return index if passed or any(isinstance(item, ast.Assert) for item in ast.walk(body[index])) else None
 
 
 def _calls(node: ast.AST, names: Mapping[str, int]) -> bool:
     import ast
 
-    calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
+    calls = (item.func for item in ast.walk(node) if isinstance(item, ast.Call))
     return any(isinstance(func, ast.Name) and func.id in names for func in calls)

@@ -27,8 +27,8 @@ WORK = "/tmp/program"
 
 def system_paths() -> list[str]:
     """The existing system paths that a program needs beside Python."""
-    found = [f"/{name}" for name in _SYSTEM] + [f"/etc/{name}" for name in _SETTINGS]
-    return [path for path in found if os.path.lexists(path)]
+    result = [f"/{name}" for name in _SYSTEM] + [f"/etc/{name}" for name in _SETTINGS]
+    return [path for path in result if os.path.lexists(path)]
 
 
 def enter(libc: ctypes.CDLL, at: str, shown: Sequence[str], disk_bytes: int) -> None:

@@ -149,7 +149,7 @@ def run_all(programs: Sequence[Program | str], limits: Sandbox = Sandbox()) -> l
         log.warning("programs can read this machine's files: install bubblewrap, or run where namespaces are allowed")
     with concurrent.futures.ThreadPoolExecutor(limits.workers or os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda program: run(program, limits), programs))
-    if unjudged := [one.reason for one in outcomes if wire.CANNOT_CROSS in one.reason]:
+    if unjudged := [outcome.reason for outcome in outcomes if wire.CANNOT_CROSS in outcome.reason]:
         log.warning(
             "%d of %d programs failed because of their tests: %s; PassAtK.separate = False supports such tests",
             len(unjudged), len(outcomes), unjudged[0],
@@ -216,11 +216,11 @@ def _shown() -> list[str]:
     """The files of this machine that a program sees: the system's libraries, Python and its packages."""
     python = [sys.base_prefix, sys.prefix, sys.base_exec_prefix, sys.exec_prefix]
     packages = [*site.getsitepackages(), os.path.dirname(os.path.realpath(sys.executable))]
-    found = private_root.system_paths()
+    result = private_root.system_paths()
     for path in map(os.path.realpath, (*python, *packages)):
-        if os.path.isdir(path) and path != "/" and not any(os.path.commonpath((path, one)) == one for one in found):
-            found.append(path)
-    return found
+        if os.path.isdir(path) and path != "/" and not any(os.path.commonpath((path, item)) == item for item in result):
+            result.append(path)
+    return result
 
 
 def _bubblewrapped(bubblewrap: str, options: dict[str, object]) -> list[str]:
@@ -259,13 +259,13 @@ def _parents(path: str) -> list[str]:
 @functools.cache
 def _scripts() -> dict[str, str]:
     """The scripts that run in separate processes, compiled if possible, which halves their start-up time."""
-    found = {name: os.path.join(_HERE, f"{name}.py") for name in _SCRIPTS}
+    result = {name: os.path.join(_HERE, f"{name}.py") for name in _SCRIPTS}
     if sys.dont_write_bytecode:
-        return found
+        return result
     try:
-        return {name: py_compile.compile(path, doraise=True) or path for name, path in found.items()}
+        return {name: py_compile.compile(path, doraise=True) or path for name, path in result.items()}
     except OSError:  # the installation is read-only
-        return found
+        return result
 
 
 def _bubblewrap(limits: Sandbox) -> str | None:
@@ -287,11 +287,11 @@ def _probed(path: str | None) -> tuple[str | None, str]:
     """The path of bwrap if it can run a program here, otherwise None and the reason."""
     if path is None:
         return None, "bwrap is not installed"
-    found = _run(Program(code=""), Sandbox(), path)
-    if found.passed:
+    result = _run(Program(code=""), Sandbox(), path)
+    if result.passed:
         return path, ""
-    logging.getLogger(__name__).warning("bubblewrap does not work here (%s): using namespaces", found.reason)
-    return None, found.reason
+    logging.getLogger(__name__).warning("bubblewrap does not work here (%s): using namespaces", result.reason)
+    return None, result.reason
 
 
 def _finished(process: subprocess.Popen, job: bytes, seconds: float) -> bytes:
@@ -310,14 +310,14 @@ def _finished(process: subprocess.Popen, job: bytes, seconds: float) -> bytes:
 
 def _outcome(output: bytes, error: str, bubblewrap: bool) -> Outcome:
     try:
-        found = json.loads(output)
+        result = json.loads(output)
     except ValueError:
         return Outcome(passed=False, reason=error or "the sandbox was killed", network=True)
-    reason = found["reason"]
-    if not found["passed"] and error and reason in ("exit code 1", "ended before its last line"):
+    reason = result["reason"]
+    if not result["passed"] and error and reason in ("exit code 1", "ended before its last line"):
         reason = error
-    holder = "bubblewrap" if bubblewrap else "namespaces" if found["files"] else "limits"
-    return Outcome(passed=found["passed"], reason=reason, network=found["network"], holder=holder)
+    holder = "bubblewrap" if bubblewrap else "namespaces" if result["files"] else "limits"
+    return Outcome(passed=result["passed"], reason=reason, network=result["network"], holder=holder)
 
 
 def _last_line(path: str) -> str:

@@ -59,10 +59,10 @@ def encode(value: object, refer: Refer) -> Json:
     for parent in (list, tuple, set, frozenset, collections.deque):
         if isinstance(value, parent):
             iterate: Callable[[object], Iterator[object]] = vars(parent)["__iter__"]  # not that of a subclass
-            return [parent.__name__, [encode(one, refer) for one in iterate(value)]]
+            return [parent.__name__, [encode(item, refer) for item in iterate(value)]]
     if isinstance(value, dict):
         name = kind.__name__ if kind in (collections.Counter, collections.OrderedDict) else "dict"
-        return [name, [[encode(key, refer), encode(one, refer)] for key, one in dict.items(value)]]
+        return [name, [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]]
     return _rarer(value, refer)
 
 
@@ -75,10 +75,10 @@ def _rarer(value: object, refer: Refer) -> Json:
         name = "bytes" if isinstance(value, bytes) else "bytearray"
         return [name, _base64(value)]
     if isinstance(value, range):
-        return ["range", *(encode(one, refer) for one in (value.start, value.stop, value.step))]
+        return ["range", *(encode(item, refer) for item in (value.start, value.stop, value.step))]
     if isinstance(value, (_KEYS, _ITEMS)):
         name = "keys" if isinstance(value, _KEYS) else "items"
-        return [name, [encode(one, refer) for one in value]]
+        return [name, [encode(item, refer) for item in value]]
     if value is Ellipsis or value is NotImplemented:
         return ["constant", str(value)]
     if isinstance(value, type) and TYPES.get(value.__name__) is value:
@@ -125,9 +125,9 @@ def decode(value: Json, resolve: Resolve) -> object:
     if not isinstance(tag, str):
         raise ValueError("no tag")
     if tag in _MADE_OF_LIST:
-        return _MADE_OF_LIST[tag]([decode(one, resolve) for one in as_list(parts[0])])
+        return _MADE_OF_LIST[tag]([decode(item, resolve) for item in as_list(parts[0])])
     if tag in _MADE_OF_PAIRS:
-        pairs = [(decode(key, resolve), decode(one, resolve)) for key, one in map(as_list, as_list(parts[0]))]
+        pairs = [(decode(key, resolve), decode(item, resolve)) for key, item in map(as_list, as_list(parts[0]))]
         return _MADE_OF_PAIRS[tag](dict(pairs))
     if tag == "int":
         return int(as_text(parts[0]), 16)
@@ -137,12 +137,12 @@ def decode(value: Json, resolve: Resolve) -> object:
         real, imaginary = parts
         return complex(_as_number(real), _as_number(imaginary))
     if tag == "range":
-        start, stop, step = (as_int(decode(one, resolve)) for one in parts)
+        start, stop, step = (as_int(decode(part, resolve)) for part in parts)
         return range(start, stop, step)
     if tag in ("Fraction", "Decimal", "timedelta", *_DATES):
-        return _library(tag, [decode(one, resolve) for one in parts])
+        return _library(tag, [decode(part, resolve) for part in parts])
     if tag in ("keys", "items"):
-        held = [decode(one, resolve) for one in as_list(parts[0])]
+        held = [decode(item, resolve) for item in as_list(parts[0])]
         return dict.fromkeys(held).keys() if tag == "keys" else dict(map(_as_pair, held)).items()
     if tag == "constant":
         return {"Ellipsis": Ellipsis, "NotImplemented": NotImplemented}[as_text(parts[0])]
@@ -198,12 +198,12 @@ def _library(tag: str, parts: list[object]) -> object:
 
     if tag in _DATES:
         return getattr(datetime, tag).fromisoformat(*parts)
-    made: dict[str, Callable[..., object]] = {
+    created: dict[str, Callable[..., object]] = {
         "Fraction": fractions.Fraction,
         "Decimal": decimal.Decimal,
         "timedelta": datetime.timedelta,
     }
-    return made[tag](*parts)
+    return created[tag](*parts)
 
 
 def _base64(data: bytes | bytearray) -> str:
@@ -247,12 +247,12 @@ def read_message(channel: socket.socket) -> list[Json]:
         raise Broken(f"a message of {length} bytes")
     text = _bytes(channel, length)
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except (ValueError, RecursionError):
         raise Broken("no JSON") from None
-    if not isinstance(found, list) or not found or not isinstance(found[0], str):
+    if not isinstance(result, list) or not result or not isinstance(result[0], str):
         raise Broken("no message")
-    return found
+    return result
 
 
 def _bytes(channel: socket.socket, count: int) -> bytes:

@@ -75,12 +75,12 @@ class BeamSearcher:
           ProgramFault: the devices failed in the search for one of them.
         """
         try:
-            found = self._found(params, requests, how, rows)
+            result = self._found(params, requests, how, rows)
         except BaseException as error:
             if ends_process(error) or isinstance(error, ProgramFault):
                 raise
             if len(requests) > 1 and not isinstance(error, UserError):  # that is the error of each
-                return [tokens for one in requests for tokens in self._search(params, [one], how, rows)]
+                return [tokens for item in requests for tokens in self._search(params, [item], how, rows)]
             if not is_of_request(error):
                 raise ProgramFault(requests) from error
             for request in requests:
@@ -88,9 +88,9 @@ class BeamSearcher:
             return []
         for index, request in enumerate(requests):
             with contained(request):
-                of_prompt = beam_search.BeamResults(*(x[index] for x in found))
+                of_prompt = beam_search.BeamResults(*(x[index] for x in result))
                 _end(request, self._decodes(request, of_prompt), how)
-        return [found.texts]
+        return [result.texts]
 
     def _found(
         self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int

@@ -116,9 +116,9 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
 
     def advance(params: Params, state: State, requests: BeamRequests, most: jax.Array) -> tuple[State, jax.Array]:
         def one(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
-            state, made = carried
+            state, created = carried
             logits, cache = model.decode(params, state["last"].reshape(-1), state["cache"])
-            return _laid_out(_chosen(logits, usable, state | {"cache": cache}, requests)), made + 1
+            return _laid_out(_chosen(logits, usable, state | {"cache": cache}, requests)), created + 1
 
         def goes_on(carried: tuple[State, jax.Array]) -> jax.Array:
             return ~jnp.all(carried[0]["done"]) & (carried[1] < most)
@@ -222,8 +222,8 @@ def _chosen(logits: jax.Array, usable: int, state: State, requests: BeamRequests
     }
     new["done"] = _done(new, requests)
     done_B = state["done"]
-    kept = {n: jnp.where(done_B.reshape(B, *(1,) * (x.ndim - 1)), state[n], x) for n, x in new.items()}
-    return kept | {"cache": _reordered(state["cache"], _taken(parents, order))}
+    retained = {n: jnp.where(done_B.reshape(B, *(1,) * (x.ndim - 1)), state[n], x) for n, x in new.items()}
+    return retained | {"cache": _reordered(state["cache"], _taken(parents, order))}
 
 
 def _candidates(

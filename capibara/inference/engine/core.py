@@ -146,10 +146,10 @@ class EngineCore:
             # All of these depend on the previous tokens.
             self.scheduler.receive(0)
             read |= self._refill()
-        active = [(slot, one) for slot, one in self.scheduler.active if one.row_length <= self._length]
+        active = [(slot, item) for slot, item in self.scheduler.active if item.row_length <= self._length]
         allowed = self.schedule.allowed() if allowed is None else allowed
         one_by_one = self.prefill.pending or any(request.restricted for _, request in active)
-        count = 1 if one_by_one else self.schedule.tokens((one for _, one in active), allowed)
+        count = 1 if one_by_one else self.schedule.tokens((item for _, item in active), allowed)
         active, count = self.scheduler.reserve(active, count)
         if active:
             self._decode(active, count)
@@ -158,10 +158,10 @@ class EngineCore:
 
     def _search(self) -> bool:
         """Runs requested beam searches; returns whether there were any."""
-        found = None if self.scheduler.lone else self._searcher.run(self.params.current)
-        for tokens in found or ():
+        result = None if self.scheduler.lone else self._searcher.run(self.params.current)
+        for tokens in result or ():
             self.runner.checksum.add(tokens)
-        return found is not None
+        return result is not None
 
     def _read_prompts(self) -> bool:
         """Reads parts of the prompts of admitted requests; returns whether any was read."""

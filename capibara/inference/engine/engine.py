@@ -176,7 +176,7 @@ class Engine:
         self._inputs.check(sampling, likeliest, adapter)
         if sampling.num_decodes > 1:
             options: dict[str, Any] = {"ends": ends, "adapter": adapter, "spelled": spelled}
-            each = [self.submit(prompt, one, likeliest=likeliest, **options) for one in best_of.samplings(sampling)]
+            each = [self.submit(prompt, item, likeliest=likeliest, **options) for item in best_of.samplings(sampling)]
             return BestOf(self._loop.drive, sampling, each)
         request = self._inputs.request(
             prompt, sampling, self._loop.drive, ends=ends, likeliest=likeliest, adapter=adapter, spelled=spelled

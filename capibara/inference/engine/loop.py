@@ -67,8 +67,8 @@ class EngineLoop:
         for message in messages:
             orders = Orders.of(message)
             orders.check(self._core.runner.checksum.value)
-            for one in orders.submitted:
-                submit(one)
+            for item in orders.submitted:
+                submit(item)
             try:
                 self._core.step(self._scheduler.take_new(), set(orders.cancelled), orders.allowed)
             except ProgramFault as fault:
@@ -161,7 +161,7 @@ class EngineLoop:
         """Stops making steps: all requests get this error. Thread-safe, also while a step hangs."""
         with self._scheduler.changed:
             self._closing = self.failed = True
-            left = {id(one): one for one in (*self._scheduler.requests, *self._core.runner.pending_requests())}
+            left = {id(item): item for item in (*self._scheduler.requests, *self._core.runner.pending_requests())}
         for request in left.values():
             if not request.finished:
                 request.stream.fail(error)

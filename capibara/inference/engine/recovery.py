@@ -71,7 +71,7 @@ class Recovery:
         self._probe.alone_until = self._probe.limit
         if guilty is None:
             tried = self._marked(suspects, running)
-            left = [one for one in self._scheduler.lone if one not in running]
+            left = [item for item in self._scheduler.lone if item not in running]
             self._scheduler.start_over([self._probe, *tried, *left])
             return
         for request in self._scheduler.requests:  # the fault is explained
@@ -87,7 +87,7 @@ class Recovery:
             request.faults += 1
             until = request.limit if request.faults > _SHARED else request.requested + self._ahead
             request.alone_until = min(until, request.limit)
-        return sorted((one for one in suspects if one in running), key=lambda one: -one.number)
+        return sorted((suspect for suspect in suspects if suspect in running), key=lambda item: -item.number)
 
     def _first_fault(self, error: BaseException) -> BaseException:
         """Receives what the devices computed before the fault; returns an earlier fault that this one follows from."""
@@ -103,7 +103,7 @@ class Recovery:
         """Fails all requests that run or are tried, since the engine's own failed, too."""
         self._lost = self._lost + 1 if self._scheduler.finished == self._finished else 1
         self._probe, self._finished = None, self._scheduler.finished
-        failed = {id(one): one for one in (*self._scheduler.running, *self._scheduler.lone)}.values()
+        failed = {id(item): item for item in (*self._scheduler.running, *self._scheduler.lone)}.values()
         for request in failed:
             request.fail(cause)
         self._scheduler.start_over([])

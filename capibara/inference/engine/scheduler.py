@@ -53,9 +53,9 @@ class RequestQueue:
     @property
     def running(self) -> list[Request]:
         """The unfinished requests with a slot or with tokens to receive, by their numbers."""
-        every = {id(one): one for one in (*filter(None, self.slots), *self._runner.pending_requests())}
-        left = (one for one in every.values() if not (one.finished or one.cancelled))
-        return sorted(left, key=lambda one: one.number)
+        every = {id(item): item for item in (*filter(None, self.slots), *self._runner.pending_requests())}
+        left = (item for item in every.values() if not (item.finished or item.cancelled))
+        return sorted(left, key=lambda item: item.number)
 
     @property
     def statistics(self) -> Statistics:
@@ -70,7 +70,7 @@ class RequestQueue:
     @property
     def active(self) -> list[tuple[int, Request]]:
         """The slots whose row has been read."""
-        return [(slot, one) for slot, one in enumerate(self.slots) if one is not None and one.written]
+        return [(slot, item) for slot, item in enumerate(self.slots) if item is not None and item.written]
 
     def add(self, request: Request) -> None:
         """Numbers a request and holds it for the next step; thread-safe."""
@@ -183,15 +183,15 @@ class Scheduler(RequestQueue):
         Whatever the devices have of them is discarded; they are read again with the tokens that they have received.
         """
         with self.changed:
-            running, left = self.running, [one for one in self.lone if not (one.finished or one.cancelled)]
-            again = {id(one): one for one in (*running, *left)}
+            running, left = self.running, [item for item in self.lone if not (item.finished or item.cancelled)]
+            again = {id(item): item for item in (*running, *left)}
             self.lone = deque(lone)
             for request in lone:
                 again.pop(id(request), None)
             for request in (*filter(None, self.slots), *running):
                 request.slot, request.written, request.row, request.requested = None, False, None, request.received
             self.slots = [None] * len(self.slots)
-            self._waiting.extendleft(sorted(again.values(), key=lambda one: -one.number))
+            self._waiting.extendleft(sorted(again.values(), key=lambda item: -item.number))
         self._prefill.clear()
         self.release_pages()
         self._runner.restart()
@@ -210,12 +210,12 @@ class Scheduler(RequestQueue):
         pages = self._pages
         if pages is None:
             return active, count
-        for slot, request in sorted(active, key=lambda one: one[1].number):
+        for slot, request in sorted(active, key=lambda item: item[1].number):
             while request.slot is not None and not pages.grow(slot, request.row_length):
                 if self._runner.pending:
                     self.receive(0)  # ended texts free pages, and all tokens of the others are then known
                 else:
-                    self._preempt(max(filter(None, self.slots), key=lambda one: one.number))
+                    self._preempt(max(filter(None, self.slots), key=lambda item: item.number))
         active = [(slot, request) for slot, request in active if request.slot is not None]
         ahead = lambda: [(slot, request.row_length + count - 1) for slot, request in active]  # noqa: E731
         while count > 1 and not pages.fit(ahead()):  # nothing is preempted for more than one step

@@ -128,8 +128,8 @@ def _of(schema: Any) -> Any:
             result[name] = _of(result[name])
     for name in _LISTS:
         if isinstance(result.get(name), list):
-            result[name] = [_of(one) for one in result[name]]
+            result[name] = [_of(item) for item in result[name]]
     for name in _OBJECTS:
         if isinstance(result.get(name), Mapping):
-            result[name] = {key: _of(one) for key, one in result[name].items()}
+            result[name] = {key: _of(item) for key, item in result[name].items()}
     return result

@@ -118,7 +118,7 @@ def shown(result: Completion, prompt: str) -> str:
     """A prompt with its text; if several texts were requested, one per line after its score."""
     if len(result.decodes) < 2:
         return (prompt and prompt + result.lead) + result.text
-    return "\n".join(f"{one.score:.6f}\t{prompt and prompt + one.lead}{one.text}" for one in result.decodes)
+    return "\n".join(f"{item.score:.6f}\t{prompt and prompt + item.lead}{item.text}" for item in result.decodes)
 
 
 def complete(
@@ -193,17 +193,17 @@ def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, Any]) -> int
 def _values(line: bytes) -> dict[str, Any]:
     """The JSON object in a line; empty if there is none."""
     try:
-        found = json.loads(line)
+        result = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}
 
 
 def _check_line(where: str, line: bytes, prompt: list[Prompt], made_by: Mapping[str, Any]) -> None:
     """Raises UserError unless a line of the output has this prompt, and the settings that would be used now."""
-    found = _values(line)
-    if not prompt or found.get("prompt") != prompt[0].text:
+    result = _values(line)
+    if not prompt or result.get("prompt") != prompt[0].text:
         raise UserError(f"{where} has another prompt than the input's line: name another file")
     for name, now in _asked(prompt[0], made_by).items():
-        if found.get(name) != now:
-            raise UserError(f"{where} has another {name} ({found.get(name)}) than now ({now}): name another file")
+        if result.get(name) != now:
+            raise UserError(f"{where} has another {name} ({result.get(name)}) than now ({now}): name another file")

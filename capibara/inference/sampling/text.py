@@ -52,9 +52,9 @@ class TextStream:
         start = len(self._held) + len(new)
         self._held += new + special
         self._hidden.update(range(start, start + len(special)))
-        found = [(start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped, (start, self.stop) = True, min(found)
+        result = [(start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        if result:
+            self.stopped, (start, self.stop) = True, min(result)
             text, self._held = self._release(start), ""
             return text
         keep = max((_stop_prefix_length(self._held, stop) for stop in self._stop), default=0)

@@ -73,7 +73,7 @@ class Connections:
         self._open.pop(connection, None)
         self._open[connection] = None
         if len(self._open) > self.service.config.max_connections:
-            next(one for one in self._open if one.waits_on_client).refuse(503)  # the new one always qualifies
+            next(item for item in self._open if item.waits_on_client).refuse(503)  # the new one always qualifies
 
     def remove(self, connection: Protocol) -> None:
         """Removes a closed connection."""

@@ -67,8 +67,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or []:
-            one.listen(_BACKLOG)  # asyncio has set the backlog to the number that it accepts at once
+        for item in sockets or []:
+            item.listen(_BACKLOG)  # asyncio has set the backlog to the number that it accepts at once
 
     async def on_tick(self, counter: int) -> bool:
         self._room.check()

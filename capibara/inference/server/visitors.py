@@ -67,16 +67,16 @@ class Visitors:
             return False
         if self.any_host and not config.allowed_hosts:
             return True
-        allowed = {one.lower() for one in config.allowed_hosts}
+        allowed = {allowed_host.lower() for allowed_host in config.allowed_hosts}
         return name in _LOOPBACK or name in self.own or name in allowed or name == bracketed(reached)
 
     def _knows_origin(self, origin: str, host: str | None, reached: str, config: ServerConfig) -> bool:
-        if origin.lower() in {one.lower() for one in config.allowed_origins}:
+        if origin.lower() in {allowed_origin.lower() for allowed_origin in config.allowed_origins}:
             return True
-        found = _ORIGIN.fullmatch(origin.lower())
-        if found is None:  # "null", as of a file or a sandboxed frame
+        result = _ORIGIN.fullmatch(origin.lower())
+        if result is None:  # "null", as of a file or a sandboxed frame
             return False
-        scheme, authority = found.groups()
+        scheme, authority = result.groups()
         if _name(authority) is None:
             return False
         port = _DEFAULT_PORTS[scheme]
@@ -92,13 +92,13 @@ def bracketed(address: str) -> str:
 
 def _name(authority: str) -> str | None:
     """The name in a Host, without its port; None: invalid."""
-    found = _AUTHORITY.fullmatch(authority.lower())
-    return found and found[1]
+    result = _AUTHORITY.fullmatch(authority.lower())
+    return result and result[1]
 
 
 def _with_port(authority: str, default: str) -> tuple[str, str] | None:
-    found = _AUTHORITY.fullmatch(authority)
-    return found and (found[1], found[2] or default)
+    result = _AUTHORITY.fullmatch(authority)
+    return result and (result[1], result[2] or default)
 
 
 def visitors_of(host: str, address: str, is_loopback: bool) -> Visitors:

@@ -154,11 +154,11 @@ def family_of(arch: Any, values: Mapping[str, Any]) -> Family:
     if arch == "llama":
         windowed = "mistral" if values.get("attention.sliding_window") else "llama"
         return gguf_names.FAMILIES["mixtral" if values.get("expert_count") else windowed]
-    found = [family for family in gguf_names.FAMILIES.values() if family.arch == arch]
-    if not found:
+    result = [family for family in gguf_names.FAMILIES.values() if family.arch == arch]
+    if not result:
         known = ", ".join(sorted({family.arch for family in gguf_names.FAMILIES.values()}))
         raise UserError(f"general.architecture {arch!r} is not known here, must be one of {known}")
-    return found[0]
+    return result[0]
 
 
 def from_metadata(

@@ -129,10 +129,10 @@ class GgufFile:
         return bool(value) if kind == "?" else value.item()
 
     def _count(self, what: str, most: int) -> int:
-        found = self._number("<u8", f"the number of {what}")
-        if found > most:
-            raise limits.Refused(f"it says {found:,} {what}, must have at most {most:,}")
-        return found
+        result = self._number("<u8", f"the number of {what}")
+        if result > most:
+            raise limits.Refused(f"it says {result:,} {what}, must have at most {most:,}")
+        return result
 
     def _text(self, what: str, most: int) -> str:
         if self._size - self._at < 8:

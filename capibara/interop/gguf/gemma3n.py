@@ -109,8 +109,8 @@ def unread(config: Mapping[str, Any], keys: Shape, head_dim: int) -> dict[str, t
     Returns:
       Their names in a file, shapes, and the value that fills them.
     """
-    found: dict[str, tuple[Shape, float]] = {}
+    result: dict[str, tuple[Shape, float]] = {}
     for layer in range(kv_layers(config), config["num_hidden_layers"]):
-        found |= {f"blk.{layer}.attn_{part}.weight": (keys, 0.0) for part in ("k", "v")}
-        found[f"blk.{layer}.attn_k_norm.weight"] = ((head_dim,), 1.0)
-    return found
+        result |= {f"blk.{layer}.attn_{part}.weight": (keys, 0.0) for part in ("k", "v")}
+        result[f"blk.{layer}.attn_k_norm.weight"] = ((head_dim,), 1.0)
+    return result

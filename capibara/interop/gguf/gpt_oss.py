@@ -19,22 +19,22 @@ _TENSOR = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<what>gate_up|down)_proj(
 
 def parts(name: str) -> tuple[str, ...]:
     """The rows of the table that correspond to a tensor of transformers."""
-    found = _TENSOR.fullmatch(name)
-    if found is None:
+    result = _TENSOR.fullmatch(name)
+    if result is None:
         return (name,)
-    end = "bias" if found["bias"] else "weight"
-    return tuple(f"{found['layer']}.{what}_proj.{end}" for what in found["what"].split("_"))
+    end = "bias" if result["bias"] else "weight"
+    return tuple(f"{result['layer']}.{what}_proj.{end}" for what in result["what"].split("_"))
 
 
 def names(rows: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The tensors of transformers that rows of the table form, and the rows of each."""
-    found = {}
+    result = {}
     for row in rows:
         name = re.sub(r"(?<=\.mlp\.experts\.)(?:gate|up)(?=_proj\.)", "gate_up", row)
         if ".mlp.experts." in name:
             name = name.removesuffix(".weight").replace("_proj.bias", "_proj_bias")
-        found[name] = parts(name)
-    return found
+        result[name] = parts(name)
+    return result
 
 
 def shape(name: str, shapes: Mapping[str, Shape]) -> Shape:

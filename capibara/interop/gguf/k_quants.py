@@ -36,17 +36,17 @@ def quantize(value: np.ndarray, kind: str) -> np.ndarray:
     """
     blocks_NK = value.reshape(-1, BLOCK)
     of_chunk, size = KINDS[kind]
-    found = np.empty((len(blocks_NK), size), np.uint8)
+    result = np.empty((len(blocks_NK), size), np.uint8)
 
     def work(start: int) -> None:
         with np.errstate(all="ignore"):
-            found[start : start + _CHUNK] = of_chunk(blocks_NK[start : start + _CHUNK])
+            result[start : start + _CHUNK] = of_chunk(blocks_NK[start : start + _CHUNK])
 
     starts = range(0, len(blocks_NK), _CHUNK)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with concurrent.futures.ThreadPoolExecutor(min(cores, max(1, len(starts)))) as pool:
         list(pool.map(work, starts))
-    return found.reshape(*value.shape[:-1], -1)
+    return result.reshape(*value.shape[:-1], -1)
 
 
 def _nearest(x: np.ndarray) -> np.ndarray:
@@ -176,8 +176,8 @@ def _q6(blocks_NK: np.ndarray) -> np.ndarray:
     small = np.where(none[:, None], 0, np.minimum(127, _nearest(inverse[:, None] * scales)))
     step = (d.astype(_F32)[:, None] * small.astype(_F32)).reshape(-1)
     level = np.clip(_nearest(x_VG / step), -32, 31)
-    kept = np.where(inverse_G == 0, -32, np.clip(_nearest(inverse_G * x_VG), -32, 31))
-    level = np.where(step == 0, kept, level) + 32
+    retained = np.where(inverse_G == 0, -32, np.clip(_nearest(inverse_G * x_VG), -32, 31))
+    level = np.where(step == 0, retained, level) + 32
     levels = level.astype(np.uint8).T.reshape(count, 2, 4, 32)
     levels[none] = 0
     low = (levels[:, :, :2] & 15) | (levels[:, :, 2:] & 15) << 4
@@ -213,7 +213,7 @@ def _symmetric(x_VG: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _q3(blocks_NK: np.ndarray) -> np.ndarray:
     x_VG, count = _groups(blocks_NK, 16), len(blocks_NK)
-    scale_G, found = _moved(x_VG)
+    scale_G, result = _moved(x_VG)
     scales = scale_G.reshape(count, 16)
     top = _largest(scales.T)
     none = top == 0
@@ -222,7 +222,7 @@ def _q3(blocks_NK: np.ndarray) -> np.ndarray:
     small = np.clip(_nearest(inverse[:, None] * scales), -32, 31) + 32
     small[none] = 0
     step = (d.astype(_F32)[:, None] * (small - 32).astype(_F32)).reshape(-1)
-    level = np.where(step == 0, found, np.clip(_nearest(x_VG / step), -4, 3)) + 4
+    level = np.where(step == 0, result, np.clip(_nearest(x_VG / step), -4, 3)) + 4
     levels = level.astype(np.uint8).T.reshape(count, BLOCK)
     high, low = (levels >> 2).reshape(count, 8, 32), (levels & 3).reshape(count, 2, 4, 32)
     codes = small.astype(np.uint8)

@@ -122,7 +122,7 @@ class Family:
         gguf = package()
         arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.arch)
         names = gguf.get_tensor_name_map(arch, layers)
-        found = []
+        result = []
         for row in self.rows:
             if row.when and not _applies(row.when, config):
                 continue
@@ -135,8 +135,8 @@ class Family:
                 stored = names.get_name(of_map, try_suffixes=(".weight", ".bias"))
                 for expert in range(sizes["e"]) if "{expert}" in row.name else (None,):
                     name = row.name.format(layer=layer, expert=expert)
-                    found.append(Tensor(name, shape, stored, row.change, expert, rows))
-        return found
+                    result.append(Tensor(name, shape, stored, row.change, expert, rows))
+        return result
 
     def unread(self, config: Mapping[str, Any]) -> dict[str, tuple[Shape, float]]:
         """Tensors that only the file has, by name: shapes, and fill values."""

@@ -90,7 +90,7 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
       UserError: the metadata are inconsistent.
     """
     _check_types(values, path)
-    found: dict[str, bytes] = {}
+    result: dict[str, bytes] = {}
     model, pre = values.get("ggml.model"), values.get("ggml.pre", "default")
     pre = _SAME.get(pre, pre)
     tokens = values.get("ggml.tokens", [])
@@ -100,24 +100,24 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     if any(len(values.get(f"ggml.{name}", tokens)) != len(tokens) for name in ("scores", "token_type")):
         raise UserError(f"{path}: tokenizer.ggml has more tokens than scores or types, or fewer: the file is corrupted")
     if model == "llama":
-        made, adds_bos = _sentencepiece(values), values.get("ggml.add_bos_token", True)
+        created, adds_bos = _sentencepiece(values), values.get("ggml.add_bos_token", True)
     elif model == "gpt2" and pre in PRES:
-        made, adds_bos = _byte_level(values, PRES[pre], path), values.get("ggml.add_bos_token", PRES[pre].adds_bos)
+        created, adds_bos = _byte_level(values, PRES[pre], path), values.get("ggml.add_bos_token", PRES[pre].adds_bos)
     elif model in (None, "no_vocab"):
-        return found
+        return result
     else:
         why = f"tokenizer.ggml.pre {pre!r}" if model == "gpt2" else f"tokenizer.ggml.model {model!r}"
         warnings.warn(f"{path}: {why} is not known here: no tokenizer.json is made of it", stacklevel=3)
-        return found
+        return result
     special = {}
     for name, key in KEYS.items():
         token = values.get(f"ggml.{key}_token_id")
         if token is not None and token < len(tokens):
             special[name] = tokens[token]
     kinds = values.get("ggml.token_type") or [NORMAL] * len(tokens)
-    _add_special(made, tokens, kinds)
-    _add_template(made, special, adds_bos, values.get("ggml.add_eos_token", False))
-    found["tokenizer.json"] = made.to_str(pretty=True).encode()
+    _add_special(created, tokens, kinds)
+    _add_template(created, special, adds_bos, values.get("ggml.add_eos_token", False))
+    result["tokenizer.json"] = created.to_str(pretty=True).encode()
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     config |= {f"{name}_token": token for name, token in special.items()}
     names = ("default", *values.get("chat_templates", ()))
@@ -125,13 +125,13 @@ def files(values: Mapping[str, Any], path: str) -> dict[str, bytes]:
     if templates.keys() - {"default"}:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     elif templates:
-        found["chat_template.jinja"] = templates["default"].encode()
-    found["tokenizer_config.json"] = _json(config)
+        result["chat_template.jinja"] = templates["default"].encode()
+    result["tokenizer_config.json"] = _json(config)
     ids = {f"{name}_token_id": values.get(f"ggml.{KEYS[name]}_token_id") for name in ("bos", "eos", "pad")}
     if len(ends := _ends(values, tokens, kinds)) > 1:
         ids["eos_token_id"] = ends
-    found["generation_config.json"] = _json({name: token for name, token in ids.items() if token is not None})
-    return found
+    result["generation_config.json"] = _json({name: token for name, token in ids.items() if token is not None})
+    return result
 
 
 def _template_key(name: str) -> str:
@@ -162,7 +162,7 @@ _TOKEN_CHARACTERS, _TOKENS_CHARACTERS = 4096, 64 << 20  # limits for one token, 
 
 
 def _is_list(of: type | tuple[type, ...], value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, of) for one in value)
+    return isinstance(value, list) and all(isinstance(item, of) for item in value)
 
 
 def _check_types(values: Mapping[str, Any], path: str) -> None:
@@ -193,12 +193,12 @@ def _byte_level(values: Mapping[str, Any], pre: Pre, path: str) -> tokenizers.To
         raise UserError(
             f"{path}: tokenizer.ggml.merges do not fit its tokens ({error}): the file is corrupted"
         ) from None
-    made = tokenizers.Tokenizer(model)
+    created = tokenizers.Tokenizer(model)
     parts = [_splitter(split) for split in pre.splits if split != "gpt2"]
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="gpt2" in pre.splits)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*parts, bytes_]) if parts else bytes_
-    made.decoder = decoders.ByteLevel()
-    return made
+    created.pre_tokenizer = pre_tokenizers.Sequence([*parts, bytes_]) if parts else bytes_
+    created.decoder = decoders.ByteLevel()
+    return created
 
 
 def _splitter(split: str) -> Any:
@@ -212,7 +212,7 @@ def _sentencepiece(values: Mapping[str, Any]) -> tokenizers.Tokenizer:
     vocab, tokens = _vocab(values), values["ggml.tokens"]
     kinds, scores = values["ggml.token_type"], values["ggml.scores"]
     unknown = next((token for token, kind in zip(tokens, kinds) if kind == UNKNOWN), None)
-    made = tokenizers.Tokenizer(
+    created = tokenizers.Tokenizer(
         models.BPE(
             vocab=vocab,
             merges=_merges(vocab, tokens, kinds, scores),
@@ -223,26 +223,26 @@ def _sentencepiece(values: Mapping[str, Any]) -> tokenizers.Tokenizer:
     )
     prefix = values.get("ggml.add_space_prefix", True)
     first = [normalizers.Prepend(SPACE)] if prefix else []
-    made.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
+    created.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", SPACE)])
     last = [decoders.Strip(" ", 1, 0)] if prefix else []
     parts = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
-    made.decoder = decoders.Sequence(parts)
-    return made
+    created.decoder = decoders.Sequence(parts)
+    return created
 
 
 def _merges(
     vocab: Mapping[str, int], tokens: Sequence[str], kinds: Sequence[int], scores: Sequence[float]
 ) -> list[tuple[str, str]]:
     """All pairs of pieces that form a piece, those of the best piece first."""
-    found = []
+    result = []
     for piece, kind, score in zip(tokens, kinds, scores):
         if kind not in (NORMAL, USER_DEFINED, UNUSED):
             continue
         for i in range(1, len(piece)):
             left, right = vocab.get(piece[:i]), vocab.get(piece[i:])
             if left is not None and right is not None:
-                found.append((-score, vocab[piece], left, right))
-    return [(tokens[left], tokens[right]) for _, _, left, right in sorted(found)]
+                result.append((-score, vocab[piece], left, right))
+    return [(tokens[left], tokens[right]) for _, _, left, right in sorted(result)]
 
 
 def _vocab(values: Mapping[str, Any]) -> dict[str, int]:
@@ -434,10 +434,10 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
     for name, key in KEYS.items():
         token = tokenizer_config.get(f"{name}_token")
         token = token.get("content") if isinstance(token, dict) else token
-        found = ids.get(token) if isinstance(token, str) else config.get(f"{name}_token_id")
-        found = found[0] if isinstance(found, list) and found else found
-        if found is not None:
-            values[f"ggml.{key}_token_id"] = found
+        result = ids.get(token) if isinstance(token, str) else config.get(f"{name}_token_id")
+        result = result[0] if isinstance(result, list) and result else result
+        if result is not None:
+            values[f"ggml.{key}_token_id"] = result
     more = [i for i in _generation_ends(files) if i != values.get("ggml.eos_token_id")]
     if (message := ids.get("<|eom_id|>")) in more:  # in Llama 3: a tool call follows
         values["ggml.eom_token_id"] = more.pop(more.index(message))
@@ -446,7 +446,9 @@ def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping
     }
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        template = {one["name"]: one["template"] for one in template if isinstance(one, dict) and _NAMED <= one.keys()}
+        template = {
+            item["name"]: item["template"] for item in template if isinstance(item, dict) and _NAMED <= item.keys()
+        }
     templates = dict(template) if isinstance(template, dict) else {"default": template}
     if "chat_template.jinja" in files:
         templates = {"default": files["chat_template.jinja"].decode("utf-8", "replace")}

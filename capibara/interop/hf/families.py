@@ -525,8 +525,8 @@ def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(family.kinds)}")
     if len(types) != num_layers:
         raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {num_layers} layers")
-    found = [family.kinds[kind] for kind in types]
-    pattern = shortest(found)
+    result = [family.kinds[kind] for kind in types]
+    pattern = shortest(result)
     return pattern, window if "local" in pattern else None
 
 
@@ -543,17 +543,17 @@ def write_pattern(config: DecoderConfig | EncoderConfig, family: Family) -> dict
     """Values of config.json for the layers with a window, and its length."""
     if family.window == "none":
         return {}
-    found, window = kinds(config), config.window
+    result, window = kinds(config), config.window
     used = {"use_sliding_window": window is not None} if "use_sliding_window" in family.defaults else {}
     if family.window == "all":
         return {"sliding_window": window} | used
     theirs = {ours: name for name, ours in family.kinds.items()}
     theirs |= {} if window else {"global": "full_attention"}  # as all layers are without a window
-    written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in found], "sliding_window": window} | used
+    written: dict[str, Any] = {"layer_types": [theirs.get(kind) for kind in result], "sliding_window": window} | used
     if "max_window_layers" in family.defaults:
-        written["max_window_layers"] = found.index("local") if "local" in found else len(found)
-    elif "global" in found:
-        written["sliding_window_pattern"] = found.index("global") + 1
+        written["max_window_layers"] = result.index("local") if "local" in result else len(result)
+    elif "global" in result:
+        written["sliding_window_pattern"] = result.index("global") + 1
     return written
 
 

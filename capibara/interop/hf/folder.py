@@ -77,7 +77,7 @@ class HfFolder:
                 "quantized tensors are not supported"
             )
         if (cut := self._cuts.get(name)) is not None:
-            return np.concatenate([self.stored(one) for one in cut.held_in])[cut.start : cut.stop]
+            return np.concatenate([self.stored(item) for item in cut.held_in])[cut.start : cut.stop]
         return self.stored(name)
 
     def stored(self, name: str) -> np.ndarray:

@@ -48,9 +48,9 @@ def read(values: Values) -> dict[str, Any]:
     elif not isinstance(sparsity, list):
         sparsity = [sparsity] * layers
     widths = widths if isinstance(widths, list) else [widths] * layers
-    for key, found in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
-        if key in values and isinstance(values[key], list) and len(found) != layers:
-            raise UserError(f"config.json has {len(found)} {key}, must be one for each of {layers} layers")
+    for key, result in (("intermediate_size", widths), ("activation_sparsity_pattern", sparsity)):
+        if key in values and isinstance(values[key], list) and len(result) != layers:
+            raise UserError(f"config.json has {len(result)} {key}, must be one for each of {layers} layers")
     while sparsity and sparsity[-1] == 0:
         sparsity = sparsity[:-1]
     return {

@@ -58,21 +58,21 @@ def carried(folder: str) -> dict[str, bytes]:
 
 def facts(card: bytes) -> Facts:
     """The texts and lists of texts in a model card's YAML, by name."""
-    found: Facts = {}
+    result: Facts = {}
     lines = card.decode("utf-8", errors="replace").replace("\r\n", "\n").split("\n")[:_MOST_LINES]
     if "---" not in lines[1:] or lines[0].strip() != "---":
-        return found
+        return result
     name = ""
     for line in lines[1 : lines.index("---", 1)]:
         if match := _LINE.fullmatch(line.rstrip()):
             name, value = match[1], (match[2] or "").strip()
             if value.startswith("[") and value.endswith("]"):
-                found[name] = [text for part in value[1:-1].split(",") if (text := _text(part.strip()))]
+                result[name] = [text for part in value[1:-1].split(",") if (text := _text(part.strip()))]
             elif value not in ("", "|", ">", "|-", ">-"):
-                found[name] = _text(value)
-        elif line.lstrip().startswith("- ") and name and isinstance(found.setdefault(name, []), list):
-            found[name] = [*found[name], _text(line.lstrip()[2:].strip())]
-    return found
+                result[name] = _text(value)
+        elif line.lstrip().startswith("- ") and name and isinstance(result.setdefault(name, []), list):
+            result[name] = [*result[name], _text(line.lstrip()[2:].strip())]
+    return result
 
 
 def card(head: Mapping[str, str | list[str]], body: str) -> bytes:
@@ -80,7 +80,7 @@ def card(head: Mapping[str, str | list[str]], body: str) -> bytes:
     lines = []
     for name, value in head.items():
         if isinstance(value, list):
-            lines += [f"{name}:", *(f"- {_yaml(one)}" for one in value)]
+            lines += [f"{name}:", *(f"- {_yaml(item)}" for item in value)]
         else:
             lines.append(f"{name}: {_yaml(value)}")
     return "\n".join(["---", *lines, "---", "", body, ""]).encode()
@@ -140,13 +140,15 @@ def name_of(known: Facts, config: Mapping[str, Any]) -> str:
 def general(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str | list[str]]:
     """A GGUF file's metadata under "general." (without that prefix), from a model's card and config.json."""
     known = facts(about.get(CARD, b""))
-    found: dict[str, str | list[str]] = {}
+    result: dict[str, str | list[str]] = {}
     for name, key in _GENERAL.items():
         value, is_list = known.get(name), key in ("tags", "languages")
         if value:
-            found[key] = ([value] if isinstance(value, str) else value) if is_list else _joined(value)
+            result[key] = ([value] if isinstance(value, str) else value) if is_list else _joined(value)
     name = name_of(known, config)
-    return ({"name": os.path.basename(name.rstrip("/")) if "model_name" not in known else name} if name else {}) | found
+    return (
+        {"name": os.path.basename(name.rstrip("/")) if "model_name" not in known else name} if name else {}
+    ) | result
 
 
 def of_general(values: Mapping[str, Any]) -> dict[str, bytes]:

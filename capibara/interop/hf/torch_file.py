@@ -84,7 +84,7 @@ class TorchFile:
         self._starts: dict[str, int] = {}  # offsets of the storages in a file before 1.6
         try:
             with limits.opened(path) as file:
-                found = self._of_zip(file) if file.read(2) == b"PK" else self._of_pickles(file)
+                result = self._of_zip(file) if file.read(2) == b"PK" else self._of_pickles(file)
         except UserError:
             raise
         except torch_pickle.Broken as error:
@@ -92,11 +92,11 @@ class TorchFile:
         # RuntimeError: it is encrypted, or its compression is unknown.
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, *_WRONG) as error:
             raise Refused(_cause(error)) from error
-        strange = [name for name, value in found.items() if not isinstance(value, _Slice) or not isinstance(name, str)]
+        strange = [name for name, value in result.items() if not isinstance(value, _Slice) or not isinstance(name, str)]
         if strange:
-            value = found[strange[0]]
+            value = result[strange[0]]
             raise Refused(f"it has {limits.shortened(strange[0])}, a {type(value).__name__}, must be only tensors")
-        self._tensors: dict[str, _Slice] = dict(found)
+        self._tensors: dict[str, _Slice] = dict(result)
 
     def keys(self) -> list[str]:
         return list(self._tensors)
@@ -139,8 +139,8 @@ class TorchFile:
         about = _loaded(content)
         if not isinstance(about, dict) or not about.get("little_endian", True):
             raise Refused("it was written on a big-endian machine")
-        found = _state_dict(content)
-        sizes = {value.storage.key: np.dtype(_KINDS[value.storage.kind][1]).itemsize for value in _slices(found)}
+        result = _state_dict(content)
+        sizes = {value.storage.key: np.dtype(_KINDS[value.storage.kind][1]).itemsize for value in _slices(result)}
         end = os.fstat(file.fileno()).st_size
         keys = _loaded(content)
         if not isinstance(keys, list) or not all(isinstance(key, str) and key in sizes for key in keys):
@@ -152,7 +152,7 @@ class TorchFile:
             if count < 0 or file.tell() + count * sizes[key] > end:
                 raise Refused("it ends before its tensors do")
             file.seek(count * sizes[key], os.SEEK_CUR)
-        return found
+        return result
 
     def _bytes(self, storage: _Storage) -> bytes:
         if self._held is None or self._held[0] != storage.key:
@@ -196,10 +196,10 @@ def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 
 def _state_dict(content: io.BytesIO) -> Mapping[str, Any]:
-    found = _loaded(content)
-    if not isinstance(found, Mapping):
-        raise Refused(f"it holds a {type(found).__name__}, must be a state dict")
-    return found
+    result = _loaded(content)
+    if not isinstance(result, Mapping):
+        raise Refused(f"it holds a {type(result).__name__}, must be a state dict")
+    return result
 
 
 def _slices(found: Mapping[str, Any]) -> list[_Slice]:

@@ -90,8 +90,8 @@ class _Machine:
             stack[-_SIZES[name] :] = [tuple(self._last(_SIZES[name]))]
         elif name in ("TUPLE", "LIST", "DICT"):
             items = self._marked()
-            made: dict[str, Callable[[list[Any]], object]] = {"TUPLE": tuple, "LIST": list, "DICT": _pairs}
-            self.stack.append(made[name](items))
+            created: dict[str, Callable[[list[Any]], object]] = {"TUPLE": tuple, "LIST": list, "DICT": _pairs}
+            self.stack.append(created[name](items))
         elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS"):
             self._fill(name)
         else:

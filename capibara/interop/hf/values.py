@@ -120,19 +120,19 @@ def check(values: Mapping[str, Any]) -> None:
     for key in _IDS:
         value = values.get(key)
         ids = value if isinstance(value, list) else [value]
-        if len(ids) > LAYERS or not all(one is None or type(one) is int and abs(one) <= _LENGTH for one in ids):
+        if len(ids) > LAYERS or not all(item is None or type(item) is int and abs(item) <= _LENGTH for item in ids):
             raise _wrong(key, value, "a token's number")
     for key in _TEXTS:
         if not isinstance(values.get(key), str | None):
             raise _wrong(key, values[key], "a name")
     for key in _LISTS:
         value = values.get(key)
-        if value is not None and not (_is_short(value) and all(isinstance(one, str) for one in value)):
+        if value is not None and not (_is_short(value) and all(isinstance(item, str) for item in value)):
             raise _wrong(key, value, f"a list of at most {LAYERS} names")
     for key in _NUMBER_LISTS:
         value = values.get(key)
         if value is not None and not (
-            _is_short(value) and all(type(one) in (int, float) and 0 <= one <= 1e18 for one in value)
+            _is_short(value) and all(type(item) in (int, float) and 0 <= item <= 1e18 for item in value)
         ):
             raise _wrong(key, value, f"a list of at most {LAYERS} numbers of at least 0")
     for key in _INNER:
@@ -152,7 +152,7 @@ def _check_layers(key: str, value: object) -> None:
     if not isinstance(value, list):
         return
     kinds, most = ((int, float), 1) if key == "activation_sparsity_pattern" else ((int,), _SIZES[key])
-    if len(value) > LAYERS or not value or not all(type(one) in kinds and 0 <= one <= most for one in value):
+    if len(value) > LAYERS or not value or not all(type(item) in kinds and 0 <= item <= most for item in value):
         raise _wrong(key, value, f"a list of at most {LAYERS} numbers up to {most:,}")
 
 

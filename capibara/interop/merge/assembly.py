@@ -47,17 +47,17 @@ def result_of(method: Method, models: Sequence[Described]) -> api.Model:
     if not isinstance(method, Mixture) and not takes_layers(method):
         return first.model
     configs = []
-    for one in models:
-        if type(one.model.config) is not DecoderConfig:
+    for model in models:
+        if type(model.model.config) is not DecoderConfig:
             raise UserError(
-                f"{one.path} has the architecture {type(one.model.config).__name__}, must have DecoderConfig for {method.name} of "
+                f"{model.path} has the architecture {type(model.model.config).__name__}, must have DecoderConfig for {method.name} of "
                 "parts: try --method=linear"
             )
-        configs.append(one.model.config)
+        configs.append(model.model.config)
     if isinstance(method, Mixture):
         return api.build(_mixture(configs[0], len(models), method.top_k, first.path))
     assert isinstance(method, Passthrough)
-    return api.build(_deeper(method.layers, configs, [one.path for one in models]))
+    return api.build(_deeper(method.layers, configs, [item.path for item in models]))
 
 
 def takes_layers(method: Method) -> bool:
@@ -104,9 +104,9 @@ def _deeper(layers: Sequence[tuple[int, int]], configs: Sequence[DecoderConfig],
         if "local" in own:
             windows[config.window] = path
     if len(windows) > 1:
-        (first, one), (second, other), *_ = windows.items()
+        (first, item), (second, other), *_ = windows.items()
         raise UserError(
-            f"the window of {other} is {second}, must be {first} as of {one}: take ranges without layers that have windows, or "
+            f"the window of {other} is {second}, must be {first} as of {item}: take ranges without layers that have windows, or "
             "models with the same"
         )
     shortest = next(n for n in range(1, len(kinds) + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds)))

@@ -83,7 +83,7 @@ def check_alike(models: Sequence[Described], *, tokenizer: str | None = None, in
       UserError: two models differ.
     """
     first = models[0]
-    tokens = {one.path: tokenizers.tokens_of(one.source.tokenizer, one.path) for one in models}
+    tokens = {model.path: tokenizers.tokens_of(model.source.tokenizer, model.path) for model in models}
     if tokenizer is not None and tokenizer not in tokens:
         raise UserError(
             f"--tokenizer={tokenizer} is none of the models{fields.did_you_mean(tokenizer, tokens, 'models')}"
@@ -99,7 +99,7 @@ def check_alike(models: Sequence[Described], *, tokenizer: str | None = None, in
 
 def _check_architecture(first: Described, other: Described, but_for: Container[str]) -> None:
     if type(first.model.config) is not type(other.model.config):
-        kinds = [type(one.model.config).__name__ for one in (other, first)]
+        kinds = [type(item.model.config).__name__ for item in (other, first)]
         raise UserError(f"{other.path} is a {kinds[0]}, {first.path} a {kinds[1]}: merge models of one architecture")
     ours, theirs = hf_config.resolved(first.model.config), hf_config.resolved(other.model.config)
     different = [name for name in ours if ours[name] != theirs.get(name) and name not in but_for]

@@ -159,10 +159,10 @@ def merge(
     names = assembly.names_of(what.method, models[0], result_type)
     with partial.beside(os.path.abspath(target) + ".models") as spool:
         opened: dict[str, Tensors] = {}  # a model that is named twice is read once
-        for i, one in enumerate(models):
-            if one.path not in opened:
-                opened[one.path] = _tensors(one, os.path.join(spool, str(i)), names, reader, show)
-        tensors = [opened[one.path] for one in models]
+        for i, item in enumerate(models):
+            if item.path not in opened:
+                opened[item.path] = _tensors(item, os.path.join(spool, str(i)), names, reader, show)
+        tensors = [opened[model.path] for model in models]
         base = tensors[-1] if what.base is not None else None
         own, stored = tensors[: len(what.models)], _dtype(models)
         merged = MergedModel(own, base, what.method, what.seed, like, parts, stored, show)
@@ -181,20 +181,20 @@ def _report_path(target: str) -> str:
 
 def _like(models: Sequence[Described], what: Merge) -> OurModel:
     """The result without values: configuration made of the first model's, tokenizer of the named one, cards of all."""
-    speaks = next(one for one in models if one.path == (what.tokenizer or models[0].path))
+    speaks = next(item for item in models if item.path == (what.tokenizer or models[0].path))
     model = assembly.result_of(what.method, models[: len(what.models)])
     config = dict(inputs.config_of(models[0]))
     if model is not models[0].model:
         config = hf_config.to_hf(model.config, config)
-    cards = {one.path: (one.source.about, one.source.config) for one in models}
+    cards = {item.path: (item.source.about, item.source.config) for item in models}
     about = model_card.of_merged(cards, what.method.name)
     return OurModel(model, model.abstract_params, config, dict(speaks.source.tokenizer), about)
 
 
 def _dtype(models: Sequence[Described]) -> str:
     """The dtype that all models are stored in, or float32."""
-    found = {conversion.stored(one.source) for one in models}
-    return {"bf16": "bfloat16", "f16": "float16"}.get(found.pop() if len(found) == 1 else "", "float32")
+    result = {conversion.stored(model.source) for model in models}
+    return {"bf16": "bfloat16", "f16": "float16"}.get(result.pop() if len(result) == 1 else "", "float32")
 
 
 def _tensors(one: Described, spool: str, names: str, reader: ModelReader, show: Show) -> Tensors:
@@ -208,7 +208,7 @@ def _tensors(one: Described, spool: str, names: str, reader: ModelReader, show: 
 
 def _report(what: Merge, tensors: Sequence[Tensors], merged: MergedModel) -> dict[str, Any]:
     settings: Mapping[str, Any] = dataclasses.asdict(what.method)
-    models = [{"path": one.path, "weights_hash": one.hash} for one in tensors]
+    models = [{"path": tensor.path, "weights_hash": tensor.hash} for tensor in tensors]
     return {
         "method": what.method.name,
         "settings": settings,

@@ -149,7 +149,7 @@ def _rows(
         raise UserError(
             f"{folder} has {OPTION} = {limits.shortened(option)}, must be the same tokens for both with ensure_weight_tying"
         )
-    found = {}
+    result = {}
     for module, of_module in {ends.embedding: ids[ends.embedding]}.items() if both else ids.items():
         value = stored.pop(module + END, np.zeros((0, size), np.float32) if not of_module else None)
         if value is None:
@@ -158,8 +158,8 @@ def _rows(
             shape = [len(of_module), size]
             raise UserError(f"{module}{END} has the shape {list(value.shape)}, must be {shape} in this model")
         if of_module:
-            found[module] = tuple(of_module), value
-    return found | ({ends.head: found[ends.embedding]} if both and found else {})
+            result[module] = tuple(of_module), value
+    return result | ({ends.head: result[ends.embedding]} if both and result else {})
 
 
 def _ties(field: str, ends: Ends, config: Mapping[str, Any]) -> bool:

@@ -86,7 +86,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _is_tokens(value: Any) -> bool:
-    ids = _is_list(lambda one: type(one) is int and 0 <= one < _LARGEST)
+    ids = _is_list(lambda item: type(item) is int and 0 <= item < _LARGEST)
     return ids(value) or (isinstance(value, dict) and all(map(ids, value.values())))
 
 
@@ -154,7 +154,7 @@ def _ignored(kind: Kind, default: Any, about: str) -> Field:
 
 
 def _refused(neutral: tuple[Any, ...], about: str) -> Field:
-    kind = Kind("without effect", lambda value: any(type(value) is type(one) and value == one for one in neutral))
+    kind = Kind("without effect", lambda value: any(type(value) is type(item) and value == item for item in neutral))
     return Field(Use.REFUSED, kind, neutral[0], about)
 
 
@@ -349,8 +349,8 @@ def _key(name: str, config: Mapping[str, Any]) -> str:
 
 
 def _matched(name: str, patterns: Mapping[str, float] | None, otherwise: float) -> float:
-    found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name))
-    return next(found, otherwise)
+    result = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", name))
+    return next(result, otherwise)
 
 
 def saves(module: str, config: Mapping[str, Any]) -> bool:

@@ -93,7 +93,7 @@ def _stacked_pairs(row: Tensor, values: Mapping[str, Any], lora: Lora) -> Iterat
         what = path.rpartition("/")[2]
         beside = {other.rpartition("/")[2] for other in row.ours if f"{other}_lora/b" in values}
         first = f"{path.rpartition('/')[0]}/{lora.first_of(path, beside)}"
-        a_LEIR, b_LERO = (np.asarray(values[f"{one}_lora/{part}"]) for one, part in ((first, "a"), (path, "b")))
+        a_LEIR, b_LERO = (np.asarray(values[f"{item}_lora/{part}"]) for item, part in ((first, "a"), (path, "b")))
         for layer, (a_EIR, b_ERO) in enumerate(zip(a_LEIR, b_LERO, strict=True)):
             name = f"{row.name.format(l=layer).rpartition('.')[0]}.{what}_proj.weight"
             yield Pair(name, np.swapaxes(a_EIR, 1, 2), np.swapaxes(b_ERO, 1, 2), lora.scale_of(path))
@@ -284,8 +284,8 @@ def _read(folder: str, config: Mapping[str, Any], model: Model, model_type: str,
     _check_complete(stored, names, rows, shapes, config, folder)
     if config["use_dora"] and weight is not None:
         _fill_magnitudes(stored, rows, shapes, weight)
-    found = (_read_module(row, stored, shapes, _Alphas(config, names, factors)) for row in rows)
-    modules = [module for module in found if module is not None]
+    result = (_read_module(row, stored, shapes, _Alphas(config, names, factors)) for row in rows)
+    modules = [module for module in result if module is not None]
     saved: Values = {}
     for row in rows:
         if any(name in stored for name, _ in row.names(shapes)):
@@ -357,7 +357,7 @@ def _biases(modules: Sequence[Module], rows: Sequence[Tensor], saved: Mapping[st
       UserError: PEFT cannot train this choice of biases.
     """
     layers = range(max(len(module.values[module.row.ours[0]]["b"]) for module in modules))
-    names = lambda kept: {row.name.format(l=at, e=0) for row in rows if kept(row) for at in layers}  # noqa: E731
+    names = lambda retained: {row.name.format(l=at, e=0) for row in rows if retained(row) for at in layers}  # noqa: E731
     adapted = {name.removesuffix(".weight") for name in names(lambda row: row in {m.row for m in modules})}
     alone = {name for name in saved if name.endswith(".bias") and f"{name.removesuffix('.bias')}.weight" not in saved}
     every = names(lambda row: row.name.endswith(".bias"))
@@ -384,7 +384,7 @@ def _modules_of(saved: Iterable[str], rows: Sequence[Tensor]) -> list[str]:
         next((module for pattern, module in numbered.items() if re.fullmatch(pattern, name)), name.rpartition(".")[0])
         for name in saved
     }
-    every, found = set(numbered.values()), set()
+    every, result = set(numbered.values()), set()
     for module in modules:
         parts, others = module.split("."), every - modules
         ways = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
@@ -394,8 +394,8 @@ def _modules_of(saved: Iterable[str], rows: Sequence[Tensor]) -> list[str]:
                 f"PEFT cannot name {module} without others of its modules: add these to Lora.modules_to_save, or write the "
                 "merged model"
             )
-        found.add(end)
-    return sorted(found)
+        result.add(end)
+    return sorted(result)
 
 
 def _config(
@@ -415,8 +415,8 @@ def _config(
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": [name for m in modules if m.row.name not in parameters for name in _targets(m, names)],
-        "rank_pattern": {key: one.rank for m in modules for key, one in _each(m, keys) if one.rank != rank},
-        "alpha_pattern": {key: one.alpha for m in modules for key, one in _each(m, keys) if one.alpha != alpha},
+        "rank_pattern": {key: item.rank for m in modules for key, item in _each(m, keys) if item.rank != rank},
+        "alpha_pattern": {key: item.alpha for m in modules for key, item in _each(m, keys) if item.alpha != alpha},
         "use_rslora": lora.rslora and (fused or lora.dora or not routed),
         "use_dora": lora.dora,
         "lora_dropout": 0.0 if turned else lora.dropout,  # PEFT rejects dropout for parameters

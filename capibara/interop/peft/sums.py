@@ -52,12 +52,12 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
     """
     read = [_read(folder) for folder in of.folders]
     base, carried = base or _base(read), _tokenizer(of.folders)
-    names = sorted({name for one in read for name in one.modules})
+    names = sorted({name for item in read for name in item.modules})
     factors = {}
     for name in names:
-        having = [(one, weight) for one, weight in zip(read, of.weights) if name in one.modules]
-        own = [(*one.modules[name][:2], weight * one.modules[name][2]) for one, weight in having]
-        _check(name, [one for one, _ in having], of.combination)
+        having = [(item, weight) for item, weight in zip(read, of.weights) if name in item.modules]
+        own = [(*item.modules[name][:2], weight * item.modules[name][2]) for item, weight in having]
+        _check(name, [item for item, _ in having], of.combination)
         factors[name] = _linear(own) if of.combination is Combination.LINEAR else _side_by_side(own)
     ranks = {name: len(a) for name, (a, _) in factors.items()}
     rank = max(ranks.values())
@@ -120,11 +120,11 @@ def _read(folder: str) -> _Read:
 
 def _base(read: Sequence[_Read]) -> str | None:
     """The base model that all adapters name, as far as they name one."""
-    named = [(one, str(name)) for one in read if (name := one.config.get("base_model_name_or_path"))]
-    for one, name in named[1:]:
+    named = [(entry, str(name)) for entry in read if (name := entry.config.get("base_model_name_or_path"))]
+    for item, name in named[1:]:
         if os.path.realpath(name) != os.path.realpath(named[0][1]):
             raise UserError(
-                f"{one.path} is of {limits.shortened(name)}, {named[0][0].path} of {limits.shortened(named[0][1])}: add up "
+                f"{item.path} is of {limits.shortened(name)}, {named[0][0].path} of {limits.shortened(named[0][1])}: add up "
                 "adapters of one model, or say with --base that these are"
             )
     return named[0][1] if named else None

@@ -92,12 +92,12 @@ def as_pairs(
 def _check_rank(
     stored: Mapping[str, np.ndarray], module: str, name: str, config: Mapping[str, Any], folder: str
 ) -> None:
-    rank, found = fields.rank_of(name, config), stored[module + A].shape[0]
-    if ".experts" in module or found == rank:  # a layer's experts can be in one tensor, or several in one adapter
+    rank, result = fields.rank_of(name, config), stored[module + A].shape[0]
+    if ".experts" in module or result == rank:  # a layer's experts can be in one tensor, or several in one adapter
         return
     field = "r" if rank == config["r"] else "rank_pattern"
     raise UserError(
-        f"{folder} has {field} = {rank} for {name}, whose adapter is of rank {found}: copy the adapter again"
+        f"{folder} has {field} = {rank} for {name}, whose adapter is of rank {result}: copy the adapter again"
     )
 
 

@@ -35,14 +35,14 @@ def channel_scales(
     """
     hessian, stacked = jnp.asarray(hessian_II, jnp.float32), jnp.asarray(np.concatenate(weights))
     means = (np.bincount(channels, means_I) / np.bincount(channels))[channels]
-    best, found = np.inf, np.ones_like(means)
+    best, result = np.inf, np.ones_like(means)
     for power in np.arange(_STEPS) / _STEPS:
         scales = np.maximum(means**power, _LEAST).astype(np.float32)
         scales /= np.sqrt(scales.max() * scales.min())
         loss = float(_loss(grid, stacked, jnp.asarray(scales), hessian))
         if loss < best:
-            best, found = loss, scales
-    return found
+            best, result = loss, scales
+    return result
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -94,13 +94,13 @@ def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
     """
     heads, size, embed = config.num_heads, config.head_size, np.arange(config.embed_dim)
     values = np.arange(config.kv_heads * size).reshape(config.kv_heads, size)
-    found = {"attention/query": embed, "mlp/up": embed} if _has_pre_norm(config) else {}
+    result = {"attention/query": embed, "mlp/up": embed} if _has_pre_norm(config) else {}
     normed = str(config.inner_norm) != "none"  # between what makes these inputs and what reads them
     if not normed and config.attention_clip is None:
-        found["attention/out"] = np.repeat(values, heads // config.kv_heads, 0).reshape(-1)
+        result["attention/out"] = np.repeat(values, heads // config.kv_heads, 0).reshape(-1)
     if "gate" in layer["mlp"] and not normed:
-        found["mlp/down"] = np.arange(config.mlp_dim)
-    return found
+        result["mlp/down"] = np.arange(config.mlp_dim)
+    return result
 
 
 def _has_pre_norm(config: DecoderConfig) -> bool:

@@ -87,8 +87,8 @@ def _fit(grid: Grid, weight_OI: jax.Array, importance_I: jax.Array) -> tuple[jax
         rounded = _values(_codes(groups, scales[..., None], zeros[..., None]), scales[..., None], zeros[..., None])
         error = jnp.sum(importance * jnp.square(rounded - groups), -1)
         chosen = error < best[0]
-        kept = [jnp.where(chosen, new, old) for new, old in zip((error, scales, zeros), best)]
-        return (kept[0], kept[1], kept[2]), None
+        retained = [jnp.where(chosen, new, old) for new, old in zip((error, scales, zeros), best)]
+        return (retained[0], retained[1], retained[2]), None
 
     signs = (1.0, -1.0) if grid.symmetric and grid.signed else (1.0,)
     candidates = jnp.asarray([(share, sign) for sign in signs for share in _RANGES], jnp.float32).T

@@ -110,11 +110,11 @@ class QuantizedModel:
     def word_shapes(self) -> dict[str, Shape]:
         """Names and shapes of the tensors of `in_words`."""
         shapes = _shapes(self.model)
-        found: dict[str, Shape] = {}
+        result: dict[str, Shape] = {}
         for row in tables.of(self.config["model_type"], shapes, {}):
             for name, _ in row.names(shapes):
                 if name not in self.packed:
-                    found[name] = row.shape(shapes)
+                    result[name] = row.shape(shapes)
                     continue
                 (outputs, inputs), groups = self.packed[name].codes.shape, self.packed[name].scales.shape[1]
                 gptq = self.method is not Method.AWQ
@@ -125,8 +125,8 @@ class QuantizedModel:
                     "scales": (groups, outputs),
                 }
                 parts |= {"g_idx": (inputs,)} if gptq else {}
-                found |= {f"{name.removesuffix('weight')}{part}": shape for part, shape in parts.items()}
-        return found | self._activation_scales()
+                result |= {f"{name.removesuffix('weight')}{part}": shape for part, shape in parts.items()}
+        return result | self._activation_scales()
 
     def word_dtypes(self) -> dict[str, np.dtype]:
         """Dtypes of the tensors of `in_words` that are no floats."""
@@ -291,10 +291,10 @@ class _Layers:
             weights = [
                 _outputs_first(path, value) for path, value in _projections(layer) if _READS.get(path, path) == name
             ]
-            one = sums[name]
-            scales = awq.channel_scales(weights, one.products, one.sizes / one.count, self._grid, channels)
+            item = sums[name]
+            scales = awq.channel_scales(weights, item.products, item.sizes / item.count, self._grid, channels)
             layer = awq.fold(layer, self._config, name, scales)
-            one.products = one.products / np.outer(scales, scales)
+            item.products = item.products / np.outer(scales, scales)
         return layer
 
     def _rounded(self, row: Tensor, layer: Params, sums: dict[str, _Sums]) -> Packed:

@@ -55,12 +55,12 @@ def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
     _check_folder(root)
     base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
     try:
-        found = Arrays(root)._asked({"list": {"driver": "ocdbt", "base": base}})[0]["names"]
+        result = Arrays(root)._asked({"list": {"driver": "ocdbt", "base": base}})[0]["names"]
     except Broken as error:
         raise UserError(f"{root}/manifest.ocdbt cannot be read ({error}): copy the checkpoint again") from None
-    if len(found) > _ARRAYS:
-        raise UserError(f"{root} has {len(found):,} arrays, must have at most {_ARRAYS:,}")
-    return tuple(name for name in found if name.startswith(begin))
+    if len(result) > _ARRAYS:
+        raise UserError(f"{root} has {len(result):,} arrays, must have at most {_ARRAYS:,}")
+    return tuple(name for name in result if name.startswith(begin))
 
 
 class Arrays:
@@ -84,12 +84,12 @@ class Arrays:
             if len(shape) > _DIMENSIONS or not all(0 <= size <= _SIZE for size in (*shape, *chunk)):
                 raise Broken(f"it has the shape {list(shape)} in chunks of {chunk}")
             kind = np.dtype(reply["dtype"])
-            found = About(shape, kind, math.prod(chunk) * kind.itemsize)
-            if found.nbytes + found.chunk_bytes > max(_FREE_BYTES, _RATIO * stored):
+            result = About(shape, kind, math.prod(chunk) * kind.itemsize)
+            if result.nbytes + result.chunk_bytes > max(_FREE_BYTES, _RATIO * stored):
                 raise Broken(
-                    f"it says {found.nbytes:,} bytes in chunks of {found.chunk_bytes:,}, {stored:,} are stored"
+                    f"it says {result.nbytes:,} bytes in chunks of {result.chunk_bytes:,}, {stored:,} are stored"
                 )
-            self._known[key] = found
+            self._known[key] = result
         return self._known[key]
 
     def read(self, spec: dict[str, Any], axis: int = 0, layer: int | None = None) -> np.ndarray:

@@ -148,9 +148,9 @@ class _Reading:
                 f"{path} includes {name!r}, must be a file below T5X's repository: write its path from there"
             )
         for folder in self._folders:
-            if os.path.isfile(found := os.path.join(folder, name)):
-                if os.path.commonpath([os.path.realpath(found), os.path.realpath(folder)]) == os.path.realpath(folder):
-                    return found
+            if os.path.isfile(result := os.path.join(folder, name)):
+                if os.path.commonpath([os.path.realpath(result), os.path.realpath(folder)]) == os.path.realpath(folder):
+                    return result
         raise UserError(
             f"{path} includes {name!r}, which is in none of its folders: give T5X's repository, --gin_search_paths=FOLDER"
         )
@@ -263,8 +263,8 @@ def _training(run: _Bindings) -> None:
     if (batches := run.taken("Trainer", "num_microbatches")) is not None:
         run.put("Plan.accumulation", batches, "Trainer.num_microbatches")
     run.each("SaveCheckpointConfig", {"period": "Checkpointing.every"})
-    kept = run.taken("SaveCheckpointConfig", "keep")
-    run.put("Checkpointing.keep", 1_000_000 if kept is None else kept, "SaveCheckpointConfig.keep")
+    retained = run.taken("SaveCheckpointConfig", "keep")
+    run.put("Checkpointing.keep", 1_000_000 if retained is None else retained, "SaveCheckpointConfig.keep")
     path = run.taken("RestoreCheckpointConfig", "path", [])
     if path not in ([], (), None, ""):
         path = path[0] if isinstance(path, (list, tuple)) and len(path) == 1 else path
@@ -394,15 +394,15 @@ def _decoding(run: _Bindings, decoder: bool, targets: int | None) -> None:
     keys = [key for key in run.left if key[1] in t5x_decoding.OWNERS]
     keys += [key for key in run.left if key[1] in _MODELS and key[2] in t5x_decoding.OF_MODELS]
     keys_of = {key[2] if key[1] in _MODELS else f"{key[1]}.{key[2]}": key for key in keys}
-    found = t5x_decoding.translated(decoder, {n: run.value(run.left[k]) for n, k in keys_of.items()}, targets)
+    result = t5x_decoding.translated(decoder, {n: run.value(run.left[k]) for n, k in keys_of.items()}, targets)
     if not keys_of:
         return
     run.lines.append("")
-    for ours, value, theirs in found.lines:
+    for ours, value, theirs in result.lines:
         run.lines.append(f"{ours} = {value}  # {theirs}")
-    for name in keys_of.keys() - set(found.left):
+    for name in keys_of.keys() - set(result.left):
         del run.left[keys_of[name]]
-    run.notes += found.unused
+    run.notes += result.unused
     run.notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
 
 

@@ -27,18 +27,18 @@ _ATTENTION = {one.name: f"{letters(one.in_axes)} {letters(one.out_axes)}" for on
 def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tuple[str, str]]:
     """Our parameter -> (T5X's name, its dimensions), for the encoder or the decoder."""
     theirs, ours = f"{side}/layers_{{l}}/", f"{side}/layers/"
-    found = {}
+    result = {}
     for own, (name, norm) in zip(("attention", "cross_attention"), attentions.items()):
-        found[f"{ours}{own}_norm/scale"] = (f"{theirs}{norm}/scale", "d")
-        found |= {f"{ours}{own}/{part}": (f"{theirs}{name}/{part}/kernel", dims) for part, dims in _ATTENTION.items()}
+        result[f"{ours}{own}_norm/scale"] = (f"{theirs}{norm}/scale", "d")
+        result |= {f"{ours}{own}/{part}": (f"{theirs}{name}/{part}/kernel", dims) for part, dims in _ATTENTION.items()}
     into = {"gate": "wi_0", "up": "wi_1"} if gated else {"up": "wi"}
-    found |= {f"{ours}mlp/{own}": (f"{theirs}mlp/{name}/kernel", "d f") for own, name in into.items()}
-    found[f"{ours}mlp/down"] = (f"{theirs}mlp/wo/kernel", "f d")
-    found[f"{ours}mlp_norm/scale"] = (f"{theirs}pre_mlp_layer_norm/scale", "d")
-    found[f"{side}/relative_bias/table"] = (f"{side}/relpos_bias/rel_embedding", "n r")
-    found[f"{ours}relative_bias/table"] = (f"{theirs}relpos_bias/rel_embedding", "n r")
-    found[f"{side}/norm/scale"] = (f"{side}/{side}_norm/scale", "d")
-    return found
+    result |= {f"{ours}mlp/{own}": (f"{theirs}mlp/{name}/kernel", "d f") for own, name in into.items()}
+    result[f"{ours}mlp/down"] = (f"{theirs}mlp/wo/kernel", "f d")
+    result[f"{ours}mlp_norm/scale"] = (f"{theirs}pre_mlp_layer_norm/scale", "d")
+    result[f"{side}/relative_bias/table"] = (f"{side}/relpos_bias/rel_embedding", "n r")
+    result[f"{ours}relative_bias/table"] = (f"{theirs}relpos_bias/rel_embedding", "n r")
+    result[f"{side}/norm/scale"] = (f"{side}/{side}_norm/scale", "d")
+    return result
 
 
 def _names(gated: bool) -> dict[str, tuple[str, str]]:
@@ -77,12 +77,12 @@ def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
       gated: whether the MLP is gated.
       each_positions: whether each layer has its own relative positions.
     """
-    names, made = _names(gated), {}
+    names, created = _names(gated), {}
     own = tables.UMT5 if each_positions else tables.T5
     for row in (tables.UMT5_GATED if each_positions else tables.T5_GATED) if gated else own:
         name, dims = names[row.ours[0]]
-        made[name] = Row(dataclasses.replace(row, name=name, dims=dims), row)
-    return made
+        created[name] = Row(dataclasses.replace(row, name=name, dims=dims), row)
+    return created
 
 
 @functools.cache
@@ -164,16 +164,16 @@ def computing_of(network: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: a value is invalid.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if (dtype := network.get("dtype")) is not None:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise UserError(f"config.gin has T5Config.dtype = {dtype!r:.100}, must be float32, bfloat16 or float16")
-        found["dtype"] = dtype
+        result["dtype"] = dtype
     if (rate := network.get("dropout_rate")) is not None:
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
             raise UserError(f"config.gin has T5Config.dropout_rate = {rate!r:.100}, must be from 0 to below 1")
-        found["dropout_rate"] = float(rate)
-    return found
+        result["dropout_rate"] = float(rate)
+    return result
 
 
 def network_of(text: str) -> dict[str, Any]:

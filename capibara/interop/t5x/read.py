@@ -85,8 +85,8 @@ class T5xModel:
             "inputs_attention": self._is_decoder and text is None,
         }
         self.guessed = frozenset(name for name, guessed in unsaid.items() if guessed)
-        found = self._from_shapes()
-        self.config: dict[str, Any] = found | recorded
+        result = self._from_shapes()
+        self.config: dict[str, Any] = result | recorded
         if self._is_decoder and text is not None:
             self.config["inputs_attention"] = t5x_names.inputs_attention_of(text)
         self.tokenizer = run_files.vocabulary_of(self._folder, gin, text)
@@ -177,7 +177,7 @@ class T5xModel:
     def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
         """Hugging Face's name -> (T5X's tensor, the layer in it, the shape of that in Hugging Face's order)."""
         rows = self._rows
-        found: dict[str, tuple[str, int | None, Shape]] = {}
+        result: dict[str, tuple[str, int | None, Shape]] = {}
         if not self._is_decoder and not any(name.startswith("encoder/") for name in self._leaves):
             raise UserError(
                 f"{self.path} has no encoder and no decoder/token_embedder: T5X's networks t5, scalable_t5 and "
@@ -187,7 +187,7 @@ class T5xModel:
             pattern, number = _pattern(stored)
             shape = self._shape(stored)
             if pattern not in rows:
-                found[stored] = (stored, None, shape)  # reported later as unexpected
+                result[stored] = (stored, None, shape)  # reported later as unexpected
                 continue
             row, layers = rows[pattern], [number]
             if "{l}" in pattern and number is None:
@@ -204,8 +204,8 @@ class T5xModel:
                 raise UserError(f"{self.path}: {stored} has the shape {list(shape)}, must have {row.theirs.dims!r}")
             for layer in layers:
                 part = None if number is not None else layer
-                found[row.hf.name.format(l=layer)] = (stored, part, tuple(flat[i] for i in row.order))
-        return found
+                result[row.hf.name.format(l=layer)] = (stored, part, tuple(flat[i] for i in row.order))
+        return result
 
     def _from_shapes(self) -> dict[str, Any]:
         if self._is_decoder:
@@ -256,8 +256,8 @@ def _pattern_of_stack(stored: str) -> str:
 
 def _steps(path: str) -> list[str]:
     """The checkpoints of a T5X run, oldest first."""
-    found = glob.glob(os.path.join(glob.escape(path), "checkpoint_*"))
-    numbered = [(number, name) for name in found if (number := _number(name)) is not None]
+    result = glob.glob(os.path.join(glob.escape(path), "checkpoint_*"))
+    numbered = [(number, name) for name in result if (number := _number(name)) is not None]
     return [name for _, name in sorted(numbered)]
 
 

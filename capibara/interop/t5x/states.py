@@ -143,10 +143,10 @@ def factored_of(opt_state: PyTree) -> FactoredState:
     Raises:
       UserError: it is another optimizer's.
     """
-    found = _nodes(opt_state, FactoredState)
-    if not found:
+    result = _nodes(opt_state, FactoredState)
+    if not result:
         raise UserError("T5X supports only Adafactor's state, and Optimizer.name is another: set it to 'adafactor'")
-    return found[0]
+    return result[0]
 
 
 def to_t5x(opt_state: PyTree, shapes: Mapping[str, Shape], where: Sequence[Location]) -> Iterator[tuple[str, Moments]]:
@@ -167,18 +167,18 @@ def to_t5x(opt_state: PyTree, shapes: Mapping[str, Shape], where: Sequence[Locat
     momentum = {n: -np.asarray(x) for n, x in zip(names, jax.tree.leaves(averaged[0].ema))} if averaged else {}
     parts_of = dict(zip(names, factored.parts, strict=True))
     for location in where:
-        found: Moments = {name: np.zeros(1, np.float32) for name in KEPT}
+        result: Moments = {name: np.zeros(1, np.float32) for name in KEPT}
         parts, layout = parts_of[location.path], location.layout
         if parts.rows:
             rows, columns = (_letters(layout, dims) for dims in (parts.rows, parts.columns))
             row, column = _names(location, rows, columns, shapes[location.path])
-            found[row] = location.theirs(arrays["v_row"][location.path], _without(layout, columns))
-            found[column] = location.theirs(arrays["v_col"][location.path], _without(layout, rows))
+            result[row] = location.theirs(arrays["v_row"][location.path], _without(layout, columns))
+            result[column] = location.theirs(arrays["v_col"][location.path], _without(layout, rows))
         else:
-            found["v"] = location.theirs(arrays["v"][location.path], layout)
+            result["v"] = location.theirs(arrays["v"][location.path], layout)
         if momentum:
-            found["m"] = location.theirs(momentum[location.path], layout)
-        yield location.name, found
+            result["m"] = location.theirs(momentum[location.path], layout)
+        yield location.name, result
 
 
 def from_t5x(

@@ -77,11 +77,12 @@ def save_t5x(
         os.makedirs(step)
         for theirs, value in _named(tensors, shapes, rows, kind, config["num_heads"] if scanned else None):
             _put(target, theirs.split("/"), _written(step, f"target.{theirs.replace('/', '.')}", value))
-            begun = _initial_state(theirs, value.shape, of_layers) if optimizer is None else optimizer.moments[theirs]
-            kept = {
-                name: _stored_array(step, f"state.param_states.{theirs}/{name}", array) for name, array in begun.items()
+            started = _initial_state(theirs, value.shape, of_layers) if optimizer is None else optimizer.moments[theirs]
+            retained = {
+                name: _stored_array(step, f"state.param_states.{theirs}/{name}", array)
+                for name, array in started.items()
             }
-            _put(states, theirs.split("/"), kept)
+            _put(states, theirs.split("/"), retained)
         state = {"step": _array(np.asarray(number, np.int32)), "param_states": states}
         contents = {"version": _VERSION, "optimizer": {"target": target, "state": state}}
         with open(os.path.join(step, INDEX), "wb") as file:

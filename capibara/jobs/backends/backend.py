@@ -143,7 +143,9 @@ def command(spec: JobSpec, *more: str, python: str = "python") -> list[str]:
       *more: flags of `launch staged`.
       python: the interpreter that has capibara.
     """
-    secrets = [f"--secret={one.variable}={one.name}" for one in spec.secrets if one.source is Source.SECRET_MANAGER]
+    secrets = [
+        f"--secret={secret.variable}={secret.name}" for secret in spec.secrets if secret.source is Source.SECRET_MANAGER
+    ]
     digest = hashlib.sha256(bundle.sums(spec.bundle.files)).hexdigest()
     own = [f"--url={spec.bundle.url}", f"--sha256={digest}", f"--restarts={spec.restarts}", f"--grace={spec.grace_s}"]
     own.append(f"--reports={spec.reports}")

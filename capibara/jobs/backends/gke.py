@@ -210,8 +210,8 @@ def _tolerations(spec: JobSpec) -> list[Document]:
     kind = (
         "google.com/tpu" if spec.slice_.chip.is_tpu else "nvidia.com/gpu" if spec.slice_.machine is not None else None
     )
-    found = [{"key": kind, "operator": "Exists", "effect": "NoSchedule"}] if kind else []
+    result = [{"key": kind, "operator": "Exists", "effect": "NoSchedule"}] if kind else []
     if spec.capacity is Capacity.SPOT:
         spot = "cloud.google.com/gke-spot"
-        found.append({"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"})
-    return list(found)
+        result.append({"key": spot, "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+    return list(result)

@@ -12,6 +12,6 @@ NAMES = {"gce": "Gce", "gke": "Gke", "slurm": "Slurm", "ssh": "Ssh", "vertex": "
 
 def find(name: str) -> type[Backend]:
     """The class of a back end."""
-    found = getattr(importlib.import_module(f"capibara.jobs.backends.{name}"), NAMES[name])
-    assert issubclass(found, Backend)
-    return found
+    result = getattr(importlib.import_module(f"capibara.jobs.backends.{name}"), NAMES[name])
+    assert issubclass(result, Backend)
+    return result

@@ -215,7 +215,7 @@ class Ssh(Backend):
                 'export JAX_PROCESS_ID="$1"',
             ]
         inherited = [
-            f"IFS= read -r -d '' {one.variable} && export {one.variable} || return {AGAIN}" for one in inherits(spec)
+            f"IFS= read -r -d '' {item.variable} && export {item.variable} || return {AGAIN}" for item in inherits(spec)
         ]
         python, *arguments = command(spec, python=self.python)
         return [

@@ -107,13 +107,13 @@ class Lifecycle:
           seen: of the job.
           now_s: seconds since 1970.
         """
-        mine = [one for one in seen.resources if one.attempt.launch == record.attempt.launch]
+        mine = [resource for resource in seen.resources if resource.attempt.launch == record.attempt.launch]
         if record.state.is_final:  # a call that was answered after all
-            return Decision(record=record, delete=self._to_delete([one for one in mine if not self._is_over(one)]))
-        if mine and (newest := max(one.attempt.number for one in mine)) > record.attempt.number:
-            attempt = next(one.attempt for one in mine if one.attempt.number == newest)
+            return Decision(record=record, delete=self._to_delete([item for item in mine if not self._is_over(item)]))
+        if mine and (newest := max(item.attempt.number for item in mine)) > record.attempt.number:
+            attempt = next(item.attempt for item in mine if item.attempt.number == newest)
             record = dataclasses.replace(record, attempt=attempt, state=State.WAITING)
-        if any(one.attempt.number == record.attempt.number for one in mine):
+        if any(item.attempt.number == record.attempt.number for item in mine):
             record = dataclasses.replace(record, submit_s=0.0)
         if seen.is_cancelled and record.state is not State.ENDING:
             record = ending(record, State.CANCELLED, "cancelled", now_s)
@@ -122,10 +122,10 @@ class Lifecycle:
         if record.state is State.REPLACING:
             return self._replace(record, mine, now_s)
         present = sorted(
-            (one for one in mine if one.attempt.number == record.attempt.number),
-            key=lambda one: (one.created_s, one.id),
+            (item for item in mine if item.attempt.number == record.attempt.number),
+            key=lambda item: (item.created_s, item.id),
         )
-        others = [one for one in mine if one not in present[:1] and not one.phase.has_ended]
+        others = [item for item in mine if item not in present[:1] and not item.phase.has_ended]
         if record.state is State.SUBMITTING:
             if not present:
                 return self._submit(record, seen.resources, others, now_s)
@@ -137,7 +137,7 @@ class Lifecycle:
         return dataclasses.replace(decided, delete=[*decided.delete, *self._to_delete(others)])
 
     def _to_delete(self, resources: Sequence[Resource]) -> list[Resource]:
-        return [one for one in resources if self.repeats_delete or one.phase is not Phase.DELETING]
+        return [resource for resource in resources if self.repeats_delete or resource.phase is not Phase.DELETING]
 
     def _is_over(self, resource: Resource) -> bool:
         """Whether nothing of a resource costs any more."""
@@ -148,27 +148,27 @@ class Lifecycle:
         return 0.0 < record.submit_s and now_s - record.submit_s < self.rules.settle_s
 
     def _end(self, record: Record, mine: Sequence[Resource], now_s: float) -> Decision:
-        left = [one for one in mine if not self._is_over(one)]
+        left = [item for item in mine if not self._is_over(item)]
         if left or self._is_uncertain(record, now_s):
             return Decision(record=record, delete=self._to_delete(left))
         return Decision(record=dataclasses.replace(record, state=record.outcome or State.FAILED, submit_s=0.0))
 
     def _replace(self, record: Record, mine: Sequence[Resource], now_s: float) -> Decision:
-        left = [one for one in mine if self.has_unique_names or not one.phase.has_ended]
+        left = [item for item in mine if self.has_unique_names or not item.phase.has_ended]
         if left or self._is_uncertain(record, now_s):
             return Decision(record=record, delete=self._to_delete(left))
         attempt = dataclasses.replace(record.attempt, number=record.attempt.number + 1)
         return Decision(record=dataclasses.replace(record, attempt=attempt, state=State.SUBMITTING, submit_s=0.0))
 
     def _submit(self, record: Record, named: Sequence[Resource], others: Sequence[Resource], now_s: float) -> Decision:
-        strangers = [one for one in named if one.attempt.launch != record.attempt.launch]
+        strangers = [item for item in named if item.attempt.launch != record.attempt.launch]
         # What was preempted waits for its own manager.
-        live = [one for one in strangers if not one.phase.has_ended or one.phase is Phase.PREEMPTED]
-        live = [one for one in live if one.phase is not Phase.DELETING]
+        live = [stranger for stranger in strangers if not stranger.phase.has_ended or stranger.phase is Phase.PREEMPTED]
+        live = [item for item in live if item.phase is not Phase.DELETING]
         if live and not others:
             reason = f"{live[0].id} is {live[0].phase} already, of another launch of job {record.name}: choose another --name"
             return Decision(record=dataclasses.replace(record, state=State.FAILED, reason=reason))
-        left = [one for one in strangers if self.has_unique_names] + list(others)
+        left = [stranger for stranger in strangers if self.has_unique_names] + list(others)
         is_uncertain = not self.has_unique_names and self._is_uncertain(record, now_s)
         if left or is_uncertain or now_s < record.due_s:
             return Decision(record=record, delete=self._to_delete(left))

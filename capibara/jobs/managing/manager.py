@@ -94,11 +94,11 @@ class Manager:
           Denied: a system denies access to all that it has of the jobs; they are left as they are.
         """
         while True:
-            watch(found := self.look())
-            if until(found):
-                return found
-            left = [one for one in found if not one.state.is_final]
-            denials = [self._places.denial(Places.of(one)) for one in left]
+            watch(result := self.look())
+            if until(result):
+                return result
+            left = [item for item in result if not item.state.is_final]
+            denials = [self._places.denial(Places.of(item)) for item in left]
             if denials and denials[0] is not None and None not in denials:
                 raise denials[0]
             pause(self._times.poll_s * random.uniform(0.8, 1.0))
@@ -107,31 +107,31 @@ class Manager:
         """One pass over all jobs; returns their records after it."""
         self._take()
         cancelled = self._records.cancelled()
-        chosen = [one for one in self._records.all() if one.name in self._locks and self._is_readable(one)]
+        chosen = [entry for entry in self._records.all() if entry.name in self._locks and self._is_readable(entry)]
         by_place = collections.defaultdict[str, list[Record]](list)
-        for one in chosen:
-            by_place[Places.of(one)].append(one)
-        for key, found in by_place.items():
-            self._visit(key, found, cancelled)
+        for item in chosen:
+            by_place[Places.of(item)].append(item)
+        for key, result in by_place.items():
+            self._visit(key, result, cancelled)
         self._release()
         names = self._managed if self._names is None else self._names
-        return [one for one in self._records.all() if one.name in names]
+        return [entry for entry in self._records.all() if entry.name in names]
 
     def _take(self) -> None:
         """Takes the locks of the jobs to manage."""
-        for one in self._records.all():
-            wanted = self._names is None or one.name in self._names
-            if wanted and not _is_over(one) and one.name not in self._locks:
+        for item in self._records.all():
+            wanted = self._names is None or item.name in self._names
+            if wanted and not _is_over(item) and item.name not in self._locks:
                 with contextlib.ExitStack() as stack:
-                    if stack.enter_context(self._records.lock(one.name)):
-                        self._managed.add(one.name)
-                        self._locks[one.name] = stack.pop_all()
+                    if stack.enter_context(self._records.lock(item.name)):
+                        self._managed.add(item.name)
+                        self._locks[item.name] = stack.pop_all()
 
     def _release(self) -> None:
         """Releases the locks of jobs that have ended, so that they can be resumed."""
-        for one in self._records.all():
-            if _is_over(one) and one.name in self._locks:
-                self._locks.pop(one.name).close()
+        for item in self._records.all():
+            if _is_over(item) and item.name in self._locks:
+                self._locks.pop(item.name).close()
 
     def _is_readable(self, record: Record) -> bool:
         try:
@@ -157,9 +157,9 @@ class Manager:
         place.reads.succeeded()
         self._places.allow(key)
         by_job = collections.defaultdict[str, list[Resource]](list)
-        for one in resources:
-            by_job[one.job].append(one)
-        steps = [self._pool.submit(self._step, place, one, by_job[one.name], one.name in cancelled) for one in found]
+        for resource in resources:
+            by_job[resource.job].append(resource)
+        steps = [self._pool.submit(self._step, place, job, by_job[job.name], job.name in cancelled) for job in found]
         for step in steps:
             step.result()
 

@@ -39,13 +39,13 @@ def recover(
       Busy, Denied: the system cannot list its resources.
     """
     by_job = collections.defaultdict[str, list[Resource]](list)
-    for one in system.resources():
-        by_job[one.job].append(one)
+    for item in system.resources():
+        by_job[item.job].append(item)
     added = []
     for name, resources in sorted(by_job.items()):
         known, is_lost = _known(records, name)
-        live = [one for one in resources if not one.phase.has_ended or system.ended_costs]
-        newest = max(live or resources, key=lambda one: (one.created_s, one.attempt.number))
+        live = [resource for resource in resources if not resource.phase.has_ended or system.ended_costs]
+        newest = max(live or resources, key=lambda entry: (entry.created_s, entry.attempt.number))
         if known is not None and (not known.state.is_final or known.attempt.launch == newest.attempt.launch):
             continue
         if not live:
@@ -89,8 +89,8 @@ def _running_s(spec: JobSpec, resource: Resource) -> float:
     if resource.phase is not Phase.RUNNING:
         return 0.0
     with contextlib.suppress(TryAgain):
-        if found := reports.read(spec.reports):
-            return max(resource.created_s, min(report.started_s for report in found.values()))
+        if result := reports.read(spec.reports):
+            return max(resource.created_s, min(report.started_s for report in result.values()))
     return resource.created_s
 
 

@@ -36,15 +36,15 @@ class Watch:
         """Reads the reports; those that cannot be read are as they were, and nothing is silent meanwhile."""
         self._begin(spec)
         try:
-            found = reports.read(spec.reports)
+            result = reports.read(spec.reports)
         except TryAgain as error:
             self.say_once(f"job {spec.name}: {error}: tried again", say)
             self.changed_s, self.read_s = dict.fromkeys(self.changed_s, now_s), now_s
             return
-        for name, report in found.items():
+        for name, report in result.items():
             if report != self.found.get(name):
                 self.changed_s[name] = now_s
-        self.found, self.read_s, self.hosts = found, now_s, spec.slice_.hosts
+        self.found, self.read_s, self.hosts = result, now_s, spec.slice_.hosts
 
     def _begin(self, spec: JobSpec) -> None:
         attempt = (spec.attempt.launch, spec.attempt.number)

@@ -66,15 +66,15 @@ class Folder:
 
     def trials(self) -> list[Trial]:
         """The trials that it has, by number; raises UserError for a file that is not one of a trial."""
-        found = []
+        result = []
         folder = self._path / "trials"
         for path in folder.glob("*.json") if folder.exists() else ():
             text = self._read(path)
             if text is not None and path.stem.isdecimal():
                 number = int(path.stem)
                 with _named(path):
-                    found.append(trials_.read_text(text, number, self.model_dir(number)))
-        return sorted(found, key=lambda trial: trial.number)
+                    result.append(trials_.read_text(text, number, self.model_dir(number)))
+        return sorted(result, key=lambda trial: trial.number)
 
     def save(self, trial: Trial) -> None:
         """Writes a trial's file; raises as `write`."""

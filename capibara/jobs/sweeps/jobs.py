@@ -98,7 +98,7 @@ class JobLauncher:
 
     def running(self) -> list[str]:
         """The names of the sweep's jobs that have not ended."""
-        return sorted(one.name for one in self._records.all() if one.name in self._names and not one.state.is_final)
+        return sorted(item.name for item in self._records.all() if item.name in self._names and not item.state.is_final)
 
     def knows(self, trial: Trial) -> bool:
         return self._record(trial) is not None

@@ -89,7 +89,7 @@ class LocalLauncher:
             self._codes[trial.number] = code
             worker.reap()
             del self._running[trial.number]
-            self._guard.watch([one.pid for one in self._running.values()], self._grace_s)
+            self._guard.watch([item.pid for item in self._running.values()], self._grace_s)
         elif worker is not None:
             return Status(Progress.RUNNING)
         if trial.number not in self._codes:

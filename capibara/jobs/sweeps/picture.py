@@ -66,10 +66,10 @@ class _Scale:
     @classmethod
     def of(cls, parameter: Parameter) -> _Scale:
         numbers = [spaces.number_of(text) for text in parameter.values]
-        found = [number for number in numbers if number is not None]
-        if len(found) < len(numbers):
+        result = [number for number in numbers if number is not None]
+        if len(result) < len(numbers):
             return cls(parameter.values)
-        return cls(is_log=parameter.kind is Kind.LOG or bool(found) and 0 < min(found) * _LOG_RATIO < max(found))
+        return cls(is_log=parameter.kind is Kind.LOG or bool(result) and 0 < min(result) * _LOG_RATIO < max(result))
 
     def place(self, text: str) -> float:
         if self.labels:
@@ -110,7 +110,7 @@ def _parallel(axes: Axes, sweep: Sweep, trials: Sequence[Trial], first: Trial | 
     values = [trial.value for trial in trials if trial.value is not None]
     low, high = min(values), max(values)
     scales = [(_Scale.of(parameter), parameter) for parameter in sweep.space]
-    places = [[scale.place(trial.bindings[one.name]) for trial in trials] for scale, one in scales]
+    places = [[scale.place(trial.bindings[item.name]) for trial in trials] for scale, item in scales]
     for index, trial in enumerate(trials):
         assert trial.value is not None
         heights = [scale.share(own[index], min(own), max(own)) for (scale, _), own in zip(scales, places)]
@@ -129,7 +129,7 @@ def _parallel(axes: Axes, sweep: Sweep, trials: Sequence[Trial], first: Trial | 
     axes.axvline(ends, color=_INK, linewidth=1.2)
     for value in sorted({low, high}):
         _label(axes, ends, _Scale().share(value, low, high), f"{value:.5g}")
-    axes.set_xticks(range(ends + 1), [*(_short(one.name, 28) for one in sweep.space), sweep.metric])
+    axes.set_xticks(range(ends + 1), [*(_short(item.name, 28) for item in sweep.space), sweep.metric])
     axes.set_xlim(-0.1, ends + 0.35)
     axes.set_yticks([])
     _dress(axes, "", "", "" if first is None else _short(f"best: {first.shown}", 110))
@@ -163,8 +163,8 @@ def _best_so_far(axes: Axes, sweep: Sweep, trials: Sequence[Trial]) -> None:
 def _marks(axes: Axes, trials: Sequence[Trial], places: Mapping[int, float], colour: str) -> None:
     """A mark for each trial at its place and its value, hollow for one that was stopped early."""
     for is_stopped, face in ((False, colour), (True, "white")):
-        found = [trial for trial in trials if (trial.state is State.STOPPED) == is_stopped]
-        x, y = [places[trial.number] for trial in found], [trial.value or 0.0 for trial in found]
+        result = [trial for trial in trials if (trial.state is State.STOPPED) == is_stopped]
+        x, y = [places[trial.number] for trial in result], [trial.value or 0.0 for trial in result]
         axes.plot(x, y, "o", markersize=6, markeredgecolor=colour, markerfacecolor=face, alpha=0.8)
 
 

@@ -99,7 +99,7 @@ def _header(sweep: Sweep) -> list[str]:
 
 
 def _row(sweep: Sweep, trial: Trial, digits: int = 6) -> list[str]:
-    found = trial.points[-1][1] if trial.state is State.RUNNING and trial.points else trial.value
-    value = "" if found is None else f"{found:.{digits}g}"
+    result = trial.points[-1][1] if trial.state is State.RUNNING and trial.points else trial.value
+    value = "" if result is None else f"{result:.{digits}g}"
     step = "" if trial.step is None else str(trial.step)
     return [trial.name, *(trial.bindings[parameter.name] for parameter in sweep.space), value, step, str(trial.state)]

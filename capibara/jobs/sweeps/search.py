@@ -49,13 +49,13 @@ def choose(sweep: Sweep, number: int, trials: Sequence[Trial]) -> Choice:
 
 def _combination(space: Space, index: int) -> Choice:
     """A point of a finite space; the last parameter changes first."""
-    found: Choice = {}
+    result: Choice = {}
     for parameter in reversed(space):
         size = parameter.size
         assert size is not None
         index, own = divmod(index, size)
-        found[parameter.name] = parameter.value(own)
-    return {parameter.name: found[parameter.name] for parameter in space}
+        result[parameter.name] = parameter.value(own)
+    return {parameter.name: result[parameter.name] for parameter in space}
 
 
 def _random(sweep: Sweep, number: int) -> Choice:
@@ -69,17 +69,17 @@ def _random(sweep: Sweep, number: int) -> Choice:
 def _shuffled(size: int, seed: int, number: int) -> int:
     """The index at this place of a shuffle of so many, without the rest of it (Fisher and Yates)."""
     moved: dict[int, int] = {}
-    found = 0
+    result = 0
     for place in range(number + 1):
         other = min(place + int(random.Random(f"{seed}/{place}").random() * (size - place)), size - 1)
-        found = moved.get(other, other)
+        result = moved.get(other, other)
         moved[other] = moved.get(place, place)
-    return found
+    return result
 
 
 def _bayesian(sweep: Sweep, number: int, trials: Sequence[Trial]) -> Choice:
     taken = [dict(trial.bindings) for trial in trials]
-    study, distributions = _study(sweep, trials), {one.name: _distribution(one) for one in sweep.space}
+    study, distributions = _study(sweep, trials), {item.name: _distribution(item) for item in sweep.space}
     for attempt in range(_ATTEMPTS):
         study.sampler = _optuna().samplers.TPESampler(
             n_startup_trials=_RANDOM_FIRST,
@@ -87,8 +87,8 @@ def _bayesian(sweep: Sweep, number: int, trials: Sequence[Trial]) -> Choice:
             constant_liar=True,  # trials that run count as bad, so that those beside them are elsewhere
             seed=random.Random(f"{sweep.seed}/{number}/{attempt}").getrandbits(32),
         )
-        found = study.ask(distributions).params
-        choice = {one.name: _text(one, found[one.name]) for one in sweep.space}
+        result = study.ask(distributions).params
+        choice = {item.name: _text(item, result[item.name]) for item in sweep.space}
         if choice not in taken:
             return choice
     # A range of floats does not come here; a finite space has a point that is left, since `count` is not above its size.
@@ -100,7 +100,7 @@ def _study(sweep: Sweep, trials: Sequence[Trial]) -> optuna.Study:
     """Optuna's study of the trials on record."""
     library = _optuna()
     study = library.create_study(direction=str(sweep.goal))
-    distributions = {one.name: _distribution(one) for one in sweep.space}
+    distributions = {item.name: _distribution(item) for item in sweep.space}
     states = library.trial.TrialState
     for trial in trials:
         is_done, is_stopped = trial.state is State.DONE, trial.state is State.STOPPED
@@ -110,7 +110,7 @@ def _study(sweep: Sweep, trials: Sequence[Trial]) -> optuna.Study:
             library.trial.create_trial(
                 state=state,
                 value=trial.value if is_done else None,
-                params={one.name: _value(one, trial.bindings[one.name]) for one in sweep.space},
+                params={item.name: _value(item, trial.bindings[item.name]) for item in sweep.space},
                 distributions=distributions,
                 intermediate_values=dict(trial.points) if is_stopped else {},
             )
@@ -170,16 +170,16 @@ class Stopper:
         """The first new step of a trial at which it is to be stopped; None: it may continue."""
         if trial.number not in self._trials:
             self._trials[trial.number], self._steps[trial.number] = self._study.ask(), -1
-        found: list[int] = []
+        result: list[int] = []
         for step, value in self._new(trial):
             self._steps[trial.number] = step
             if math.isnan(value):
-                found += [step] if step >= self._stop_after else []
+                result += [step] if step >= self._stop_after else []
                 continue
             self._trials[trial.number].report(value, step)
             if self._trials[trial.number].should_prune():  # also after it was: the rules note how far it has come
-                found.append(step)
-        return found[0] if found else None
+                result.append(step)
+        return result[0] if result else None
 
     def _new(self, trial: Trial) -> list[Point]:
         return [point for point in trial.points if point[0] > self._steps[trial.number]]

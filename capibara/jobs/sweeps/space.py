@@ -189,15 +189,15 @@ def _check(value: object) -> None:
         raise _Mistake(
             f"{fields.short(value)} must be a number, a text, True, False, None, or a list, tuple or dict of those"
         )
-    for one in inner:
-        _check(one)
+    for item in inner:
+        _check(item)
 
 
 def _ends(kind: Kind, node: ast.Call) -> tuple[float, float]:
     """The ends of a range."""
     if len(node.args) != 2 or node.keywords:
         raise _Mistake(f"{kind} must have two numbers: {kind}(low, high)")
-    low, high = (ast.literal_eval(one) for one in node.args)
+    low, high = (ast.literal_eval(arg) for arg in node.args)
     for end in (low, high):
         if isinstance(end, bool) or not isinstance(end, (int, float)) or abs(end) > 1e300:
             raise _Mistake(f"{fields.short(end)} must be a finite number")

@@ -69,10 +69,10 @@ class Study:
 
     def first_trials(self, most: int) -> list[Trial]:
         """The trials with which the sweep begins; whether their statements can be parsed shows most mistakes."""
-        found: list[Trial] = []
+        result: list[Trial] = []
         for number in range(min(most, self.sweep.count)):
-            found.append(_chosen(self.sweep, number, found, self.folder))
-        return found
+            result.append(_chosen(self.sweep, number, result, self.folder))
+        return result
 
     def run(
         self,

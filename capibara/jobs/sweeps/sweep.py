@@ -152,7 +152,7 @@ class Sweep:
 
 def _difference(these: Sequence[str], others: Sequence[str]) -> str:
     """What only these have, in a line."""
-    return "; ".join(one for one in these if one not in others) or "less"
+    return "; ".join(item for item in these if item not in others) or "less"
 
 
 def read_text(text: str) -> Sweep:

@@ -94,11 +94,11 @@ class TpuVms(System):
         request = tpu_v2.CreateQueuedResourceRequest.pb()()
         json_format.ParseDict(self._backend.render(spec).documents[0], request)
         with self._errors("create", spec.name):
-            made = self._client.create_queued_resource(
+            created = self._client.create_queued_resource(
                 tpu_v2.CreateQueuedResourceRequest.wrap(request), retry=None, timeout=CALL_S
             )
-            if made.operation.HasField("error"):
-                raise exceptions.from_grpc_status(made.operation.error.code, made.operation.error.message)
+            if created.operation.HasField("error"):
+                raise exceptions.from_grpc_status(created.operation.error.code, created.operation.error.message)
 
     def resources(self) -> list[Resource]:
         """As in `System`.
@@ -111,22 +111,27 @@ class TpuVms(System):
         with self._errors("list"):
             pager = self._client.list_queued_resources(parent=self._place.path, retry=None, timeout=CALL_S)
             listed = [tpu_v2.ListQueuedResourcesResponse.pb(page) for page in _pages(pager.pages)]
-        ours = [one for page in listed for one in page.queued_resources if _labels(one).get("capibara-job")]
-        nodes = self._nodes() if any(_word(one.state, "state") == "ACTIVE" for one in ours) else {}
-        return [_resource(one, nodes.get(_last(one.name), [])) for one in ours]
+        ours = [
+            queued_resource
+            for page in listed
+            for queued_resource in page.queued_resources
+            if _labels(queued_resource).get("capibara-job")
+        ]
+        nodes = self._nodes() if any(_word(item.state, "state") == "ACTIVE" for item in ours) else {}
+        return [_resource(item, nodes.get(_last(item.name), [])) for item in ours]
 
     def _nodes(self) -> dict[str, list[Node]]:
         """The nodes of each queued resource, by the last part of its name; none if they must not be listed."""
         from google.cloud import tpu_v2
 
-        found: dict[str, list[Node]] = {}
+        result: dict[str, list[Node]] = {}
         with contextlib.suppress(Denied), self._errors("list"):
             pager = self._client.list_nodes(parent=self._place.path, retry=None, timeout=CALL_S)
             for page in _pages(pager.pages):
                 for node in tpu_v2.ListNodesResponse.pb(page).nodes:
                     # The whole name may have the project's number where the other has its ID.
-                    found.setdefault(_last(node.queued_resource), []).append(node)
-        return found
+                    result.setdefault(_last(node.queued_resource), []).append(node)
+        return result
 
     def delete(self, resource: Resource) -> None:
         from google.api_core import exceptions
@@ -134,8 +139,8 @@ class TpuVms(System):
 
         now: Resource | None = None
         with self._errors("get"), contextlib.suppress(exceptions.NotFound):
-            found = self._client.get_queued_resource(name=resource.id, retry=None, timeout=CALL_S)
-            now = _resource(tpu_v2.QueuedResource.pb(found), [])
+            result = self._client.get_queued_resource(name=resource.id, retry=None, timeout=CALL_S)
+            now = _resource(tpu_v2.QueuedResource.pb(result), [])
         # What is being suspended must not be deleted by force, and the name may be a newer attempt's by now.
         if now is None or now.phase is Phase.DELETING or not _is_same(now, resource):
             return
@@ -264,7 +269,7 @@ def _violations(error: GoogleAPICallError) -> list[str]:
     from google.rpc.error_details_pb2 import QuotaFailure
 
     failures = [detail for detail in error.details if isinstance(detail, QuotaFailure)]
-    return [one.description for failure in failures for one in failure.violations if one.description]
+    return [violation.description for failure in failures for violation in failure.violations if violation.description]
 
 
 def _after_s(error: GoogleAPICallError) -> float | None:

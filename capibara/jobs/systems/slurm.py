@@ -118,20 +118,20 @@ class SlurmCluster(System):
                     f"--secret={secret.variable}=env:{secret.name}: {secret.name} is not set here: export it"
                 )
         with _locked(self._call_s) as lock:
-            for one in self.resources():
-                is_same = (one.attempt.launch, one.attempt.number) == (spec.attempt.launch, spec.attempt.number)
-                if one.job == spec.name and (is_same or not one.phase.has_ended):
-                    raise Exists(f"job {one.id} ({one.job})")
+            for item in self.resources():
+                is_same = (item.attempt.launch, item.attempt.number) == (spec.attempt.launch, spec.attempt.number)
+                if item.job == spec.name and (is_same or not item.phase.has_ended):
+                    raise Exists(f"job {item.id} ({item.job})")
             self._sbatch(script, lock)
 
     def resources(self) -> list[Resource]:
         # The comment, in which others may have any character, comes last.
         listed = self._run("squeue", "--me", "--noheader", "--states=all", "-o", "%i|%T|%V|%r|%k")
-        found = {one.id: one for one in _read(listed, ("id", "state", "time", "reason", "comment"))}
+        result = {item.id: item for item in _read(listed, ("id", "state", "time", "reason", "comment"))}
         recorded = self._sacct(f"--user={os.getuid()}", "--starttime=now-7days", "--format=JobID,State,Submit,Comment")
         # What squeue does not list has ended, even if the accounting has not heard of it yet.
         known = _read(recorded, ("id", "state", "time", "comment"))
-        return [*found.values(), *(one for one in known if one.id not in found and one.phase.has_ended)]
+        return [*result.values(), *(item for item in known if item.id not in result and item.phase.has_ended)]
 
     def delete(self, resource: Resource) -> None:
         """Cancels the job. The run has KillWait of the cluster (30 s by default) to save a checkpoint."""
@@ -160,8 +160,8 @@ class SlurmCluster(System):
         """The path of a job's output; one in the current folder if nobody knows the job any more."""
         try:
             shown = self._run("scontrol", "show", "job", number)
-            if found := re.search(r"^\s*StdOut=(.+)$", shown, re.MULTILINE):
-                return found[1].replace("%j", number)
+            if result := re.search(r"^\s*StdOut=(.+)$", shown, re.MULTILINE):
+                return result[1].replace("%j", number)
         except _Failed as error:
             if not _GONE.search(str(error)):
                 raise

@@ -165,9 +165,9 @@ class SshHosts(System):
         If some hosts do not answer meanwhile, those that have started wait for the others, which a later call starts.
         """
         script = self._backend.render(spec).script.encode() + _values(spec)
-        for one in self._look():  # so that nothing starts anywhere if a host is not to be used
-            if one.labels["capibara-job"] == spec.name and one.is_alive:
-                self._check_free(spec, one)
+        for item in self._look():  # so that nothing starts anywhere if a host is not to be used
+            if item.labels["capibara-job"] == spec.name and item.is_alive:
+                self._check_free(spec, item)
         codes, faults = self._each(lambda host: self._start(host, script))
         is_free = OTHER not in codes.values()
         if not is_free or any(isinstance(fault, UserError) for fault in faults):  # no later call would start the others
@@ -184,14 +184,14 @@ class SshHosts(System):
 
         No host knows of the others: what is left of an attempt of which one host has failed is stopped here.
         """
-        found: dict[tuple[str, str], list[_Seen]] = collections.defaultdict(list)
-        for one in self._look():
-            if [*one.hosts] == self._hosts:
-                found[one.labels["capibara-job"], attempt_of(one.labels)].append(one)
-        for (job, attempt), seen in found.items():
-            if _failure(seen) is not None and (left := [one.host for one in seen if one.state == "running"]):
+        result: dict[tuple[str, str], list[_Seen]] = collections.defaultdict(list)
+        for item in self._look():
+            if [*item.hosts] == self._hosts:
+                result[item.labels["capibara-job"], attempt_of(item.labels)].append(item)
+        for (job, attempt), seen in result.items():
+            if _failure(seen) is not None and (left := [entry.host for entry in seen if entry.state == "running"]):
                 self._stop(job, attempt, left)
-        return [self._resource(*key, seen) for key, seen in found.items()]
+        return [self._resource(*key, seen) for key, seen in result.items()]
 
     def delete(self, resource: Resource) -> None:
         """Sends SIGTERM to the job's processes, or SIGKILL if they had that long ago; forgets those that have ended."""
@@ -261,17 +261,17 @@ class SshHosts(System):
         seen, faults = self._each(look)
         if faults:
             raise faults[0]
-        return [one for host in self._hosts for one in seen[host]]
+        return [item for host in self._hosts for item in seen[host]]
 
     def _resource(self, job: str, attempt: str, seen: Sequence[_Seen]) -> Resource:
-        there = [one.host for one in seen if one.state != "absent"]
+        there = [item.host for item in seen if item.state != "absent"]
         phase, reason = _phase(seen, missing := [host for host in self._hosts if host not in there])
         return Resource(
             id=f"{job}/{attempt}",
             labels=seen[0].labels,
             phase=phase,
             reason=reason,
-            created_s=min(one.began_s for one in seen),
+            created_s=min(item.began_s for item in seen),
             is_partial=phase is Phase.WAITING and bool(missing),
         )
 
@@ -284,9 +284,9 @@ class SshHosts(System):
             calls = {host: pool.submit(call, host) for host in hosts}
         results: dict[str, T] = {}
         faults: list[Exception] = []
-        for host, one in calls.items():
+        for host, item in calls.items():
             try:
-                results[host] = one.result()
+                results[host] = item.result()
             except (Busy, UserError) as error:
                 faults.append(error)
         return results, sorted(faults, key=lambda fault: not isinstance(fault, UserError))
@@ -385,7 +385,7 @@ def _read(host: str, said: str) -> list[_Seen]:
     Raises:
       Busy: that is not all of it: a job that is missed would be started again.
     """
-    found, is_whole = [], False
+    result, is_whole = [], False
     for line in said.splitlines():
         mark, *fields = line.split("\t", 3)
         if mark != MARK:  # a line of the user's .bashrc
@@ -399,10 +399,10 @@ def _read(host: str, said: str) -> list[_Seen]:
             labels = {str(key): str(value) for key, value in known["labels"].items()}
             if "capibara-job" in labels:
                 hosts = [*map(str, known["hosts"])]
-                found.append(_Seen(host=host, state=state, began_s=float(began), labels=labels, hosts=hosts))
+                result.append(_Seen(host=host, state=state, began_s=float(began), labels=labels, hosts=hosts))
     if not is_whole:
         raise Busy(f"{host} has sent a part of its answer only")
-    return found
+    return result
 
 
 def _failure(seen: Sequence[_Seen]) -> tuple[Phase, str] | None:
@@ -410,19 +410,19 @@ def _failure(seen: Sequence[_Seen]) -> tuple[Phase, str] | None:
     # If a host is lost, the processes on the others end with an error, too.
     lost = {"killed": "the job was killed", "rebooted": "the host was rebooted"}
     lost[f"ended {_TERMINATED}"] = "the job was ended by SIGTERM"
-    for one in seen:
-        if one.state in lost:
-            return Phase.PREEMPTED, f"{one.host}: {lost[one.state]}"
-    for one in seen:
-        if one.state.startswith("ended ") and one.state != "ended 0":
-            return Phase.FAILED, f"{one.host}: exit code {one.state.removeprefix('ended ')}"
+    for item in seen:
+        if item.state in lost:
+            return Phase.PREEMPTED, f"{item.host}: {lost[item.state]}"
+    for item in seen:
+        if item.state.startswith("ended ") and item.state != "ended 0":
+            return Phase.FAILED, f"{item.host}: exit code {item.state.removeprefix('ended ')}"
     return None
 
 
 def _phase(seen: Sequence[_Seen], missing: Sequence[str]) -> tuple[Phase, str]:
     """The phase of a job and the reason, of what its hosts have, and of the names of those where it has not started."""
-    failure, states = _failure(seen), {one.state for one in seen}
-    if "stopping" in states or (failure is not None and any(one.is_alive for one in seen)):
+    failure, states = _failure(seen), {item.state for item in seen}
+    if "stopping" in states or (failure is not None and any(item.is_alive for item in seen)):
         return Phase.DELETING, "" if failure is None else failure[1]
     if failure is not None:
         return failure

@@ -137,8 +137,8 @@ class CustomJobs(System):
         names = ("capibara-job", "capibara-launch", "capibara-attempt")
         wanted = {name: spec.all_labels[name] for name in names}
         with self._place.errors("list", "jobs"):
-            found = self._jobs(" AND ".join(f"labels.{name}={value}" for name, value in wanted.items()))
-        for job in found:
+            result = self._jobs(" AND ".join(f"labels.{name}={value}" for name, value in wanted.items()))
+        for job in result:
             if wanted.items() <= dict(job.labels).items():
                 raise Exists(job.name)
         with self._place.errors("create", f"job {spec.name}"):
@@ -146,8 +146,8 @@ class CustomJobs(System):
 
     def resources(self) -> list[Resource]:
         with self._place.errors("list", "jobs"):
-            found = self._jobs("labels.capibara-job:*")
-        return [_resource(job) for job in found if "capibara-job" in job.labels]
+            result = self._jobs("labels.capibara-job:*")
+        return [_resource(job) for job in result if "capibara-job" in job.labels]
 
     def delete(self, resource: Resource) -> None:
         from google.api_core import exceptions

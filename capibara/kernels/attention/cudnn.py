@@ -19,8 +19,8 @@ def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | No
 
     The segment mask requires even lengths; a window requires a causal mask.
     """
-    if found := reference_only(inputs) or needs_whole_rows(inputs):
-        return found
+    if result := reference_only(inputs) or needs_whole_rows(inputs):
+        return result
     if inputs.sinks_N is not None:
         return "does not support attention sinks"
     T, S, H = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1], inputs.q_BTNH.shape[-1]

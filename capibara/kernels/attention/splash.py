@@ -42,8 +42,8 @@ def unsupported_reason(inputs: AttentionInputs, spec: AttentionSpec) -> str | No
 
     A causal row with fewer keys than queries (S < T) would have an empty softmax.
     """
-    if found := reference_only(inputs):
-        return found
+    if result := reference_only(inputs):
+        return result
     (T, H), S = inputs.q_BTNH.shape[1::2], inputs.k_BSKH.shape[1]
     positional = spec.causal or spec.window is not None
     if inputs.bias_NTS is None and H <= _WIDEST_HEAD and T > 0 and (T == S or not positional):

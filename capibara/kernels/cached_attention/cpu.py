@@ -138,7 +138,7 @@ def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
     count, order = jnp.sum(seen_X, dtype=jnp.int32), order.astype(jnp.int32)
 
     def loop(body: Callable[[jax.Array, jax.Array, Carry], Carry], first: Carry) -> Carry:
-        return jax.lax.fori_loop(0, count, lambda i, made: body(order[i] // M, order[i] % M, made), first)
+        return jax.lax.fori_loop(0, count, lambda i, created: body(order[i] // M, order[i] % M, created), first)
 
     return loop
 
@@ -181,7 +181,7 @@ def _attend_in_turn(
         values = jax.lax.dot_general(weights.astype(v_1KPH.dtype), v_1KPH, dims, preferred_element_type=jnp.float32)
         total = before.total * shrunk + jnp.sum(weights, axis=-1)
         new = Softmax(largest, total, before.mixed * shrunk[..., None] + values)
-        put = lambda old, one: jax.lax.dynamic_update_slice_in_dim(old, one, slot, axis=0)  # noqa: E731
+        put = lambda old, item: jax.lax.dynamic_update_slice_in_dim(old, item, slot, axis=0)  # noqa: E731
         return Softmax(*map(put, so_far, new))
 
     shape, zeros = q_BKXH.shape[:3], jnp.zeros(q_BKXH.shape, jnp.float32)

@@ -107,8 +107,8 @@ def token_log_probabilities(
     def add(carry: tuple[()], block: _Arrays) -> tuple[tuple[()], jax.Array]:
         return carry, _log_probabilities_of_block(block, head, softmax)
 
-    _, found = _over_blocks(add, (), (hidden_BTD, targets_BT), len(head_VD))
-    return jnp.moveaxis(found.reshape(-1, B, T // len(found)), 0, 1).reshape(B, T)
+    _, result = _over_blocks(add, (), (hidden_BTD, targets_BT), len(head_VD))
+    return jnp.moveaxis(result.reshape(-1, B, T // len(result)), 0, 1).reshape(B, T)
 
 
 def _sum_part(dhead_DV: jax.Array, shards: int, start: jax.Array | int, size: int) -> jax.Array:

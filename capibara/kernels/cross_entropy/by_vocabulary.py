@@ -141,7 +141,7 @@ def _largest_and_sums(x: jax.Array, *summed: jax.Array) -> tuple[jax.Array, ...]
     """
 
     def both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return jnp.maximum(a[0], b[0]), *(one + other for one, other in zip(a[1:], b[1:], strict=True))
+        return jnp.maximum(a[0], b[0]), *(item + other for item, other in zip(a[1:], b[1:], strict=True))
 
     start = (jnp.float32(_LOWEST), *(jnp.float32(0.0) for _ in summed))
     return tuple(jax.lax.reduce((x, *summed), start, both, (x.ndim - 1,)))
@@ -151,7 +151,7 @@ def _softmax_and_sums(x: jax.Array, *summed: jax.Array) -> tuple[jax.Array, ...]
     """Like `_largest_and_sums`; the second result is the sum of exp(x - largest)."""
 
     def both(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return *_either((a[0], a[1]), (b[0], b[1])), *(one + other for one, other in zip(a[2:], b[2:], strict=True))
+        return *_either((a[0], a[1]), (b[0], b[1])), *(item + other for item, other in zip(a[2:], b[2:], strict=True))
 
     start = (jnp.float32(_LOWEST), *(jnp.float32(0.0) for _ in summed), jnp.float32(0.0))
     return tuple(jax.lax.reduce((x, jnp.ones_like(x), *summed), start, both, (x.ndim - 1,)))

@@ -56,8 +56,8 @@ def layout_of(targets_BT: jax.Array, head_VD: jax.Array, trains_head: bool) -> L
 
 def _head_axes(mesh: ActiveMesh, rules: Rules, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """Those axes of the loss that shard the head's D too."""
-    kept = tuple(axis for axis in rules.embed if axis in axes)
-    return kept if size % math.prod(mesh.shape[axis] for axis in kept) == 0 else ()
+    retained = tuple(axis for axis in rules.embed if axis in axes)
+    return retained if size % math.prod(mesh.shape[axis] for axis in retained) == 0 else ()
 
 
 def _loss_axes(rows: int, length: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -39,8 +39,8 @@ def cross_entropy(
     softmax: Softmax,
 ) -> tuple[jax.Array, jax.Array]:
     """The loss, to differentiate, and `sums`."""
-    found = sums(hidden_BTD, head_VD, targets_BT, weights_BT, terms, softmax)
-    return terms.total(found), jax.lax.stop_gradient(found)
+    result = sums(hidden_BTD, head_VD, targets_BT, weights_BT, terms, softmax)
+    return terms.total(result), jax.lax.stop_gradient(result)
 
 
 def token_log_probabilities(

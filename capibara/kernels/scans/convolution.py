@@ -40,9 +40,9 @@ def convolve(
 
 def last_inputs(x_BTx: jax.Array, before_BKx: jax.Array, counts_B: jax.Array) -> jax.Array:
     """The last K - 1 inputs [B, K - 1, ...] of rows of which `counts` of these are real."""
-    kept = before_BKx.shape[1]
-    whole = _extended(x_BTx, before_BKx, kept + 1)
-    index_BK = counts_B[:, None] + jnp.arange(kept, dtype=counts_B.dtype)
+    retained = before_BKx.shape[1]
+    whole = _extended(x_BTx, before_BKx, retained + 1)
+    index_BK = counts_B[:, None] + jnp.arange(retained, dtype=counts_B.dtype)
     index = index_BK.reshape(*index_BK.shape, *(1,) * (x_BTx.ndim - 2))
     return jnp.take_along_axis(whole, index, axis=1).astype(before_BKx.dtype)
 

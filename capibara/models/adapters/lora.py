@@ -116,9 +116,9 @@ class Lora:
     def of_layers(self, name: str, numbers: Sequence[int]) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Rank and scale of the named adapter in each of the layers with these numbers; both are 0 in layers without it."""
         names = [self.numbered(name, layer) for layer in numbers]
-        there = [self._targets(name) or self._targets(one) for one in names]
-        ranks = tuple(self._rank(name, one) if has else 0 for one, has in zip(names, there))
-        return ranks, tuple(self._scale(name, one) if has else 0.0 for one, has in zip(names, there))
+        there = [self._targets(name) or self._targets(item) for item in names]
+        ranks = tuple(self._rank(name, item) if has else 0 for item, has in zip(names, there))
+        return ranks, tuple(self._scale(name, item) if has else 0.0 for item, has in zip(names, there))
 
     def _targets(self, name: str) -> bool:
         return ALL_LINEAR in self.targets or any(_matches(name, pattern) for pattern in self.targets)
@@ -140,12 +140,12 @@ class Lora:
           UserError: a pattern matches no weight.
         """
         every = {name: [name, *(self.numbered(name, layer) for layer in layers)] for name, layers in names.items()}
-        found = [name for name, ways in every.items() if any(map(self._targets, ways))]
+        result = [name for name, ways in every.items() if any(map(self._targets, ways))]
         targets = [pattern for pattern in self.targets if pattern != ALL_LINEAR]
         _check_patterns("targets", targets, every, names)
-        _check_patterns("rank_pattern", [pattern for pattern, _ in self.rank_pattern], every, found)
-        _check_patterns("alpha_pattern", [pattern for pattern, _ in self.alpha_pattern], every, found)
-        return found
+        _check_patterns("rank_pattern", [pattern for pattern, _ in self.rank_pattern], every, result)
+        _check_patterns("alpha_pattern", [pattern for pattern, _ in self.alpha_pattern], every, result)
+        return result
 
     def first_of(self, name: str, others: Collection[str]) -> str:
         """The weight of the same block that stores the `a` which this weight's adapter shares.
@@ -177,15 +177,15 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _first(patterns: Sequence[tuple[str, _Number]], names: Sequence[str], otherwise: _Number) -> _Number:
     """The value of the first pattern that matches any of the names."""
-    found = (value for pattern, value in patterns if any(_matches(name, pattern) for name in names))
-    return next(found, otherwise)
+    result = (value for pattern, value in patterns if any(_matches(name, pattern) for name in names))
+    return next(result, otherwise)
 
 
 def _check_patterns(
     field: str, patterns: Sequence[str], every: Mapping[str, Sequence[str]], names: Collection[str]
 ) -> None:
     for pattern in patterns:
-        if not any(_matches(one, pattern) for name in names for one in every[name]):
+        if not any(_matches(item, pattern) for name in names for item in every[name]):
             raise UserError(f"Lora.{field} has {pattern!r}, which must match one of {', '.join(names) or 'no weights'}")
 
 
@@ -278,8 +278,8 @@ class Adapter(nnx.Module):
         if self.seed is None or step is None:
             return x
         key = jax.random.fold_in(jax.random.key(self.seed[...]), step)
-        kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
-        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+        retained = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
+        return jnp.where(retained, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
 
 def _drawn(key: jax.Array, shape: tuple[int, ...], ranks: Sequence[int], bound: float) -> jax.Array:
@@ -352,19 +352,19 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs, some: tree.LayersOf = 
     Raises:
       UserError: a pattern of `lora` matches nothing, or a weight cannot be stored in that format.
     """
-    found = {name: (owner, key) for name, owner, key in _params(model)}
-    _check_patterns("modules_to_save", lora.modules_to_save, {name: [name] for name in found}, found)
+    result = {name: (owner, key) for name, owner, key in _params(model)}
+    _check_patterns("modules_to_save", lora.modules_to_save, {name: [name] for name in result}, result)
     if lora.trainable_tokens:
         sizes = cast(trainable_tokens.Embedding, model).config
         whole = lora.trains("embedding")
         trainable_tokens.check_sizes(lora.trainable_tokens, sizes.vocab_size, sizes.data_kind, whole)
     numbers = {
         name: tree.layer_numbers(name, some, getattr(owner, key).shape[0])
-        for name, (owner, key) in found.items()
+        for name, (owner, key) in result.items()
         if _adaptable(name)
     }
     chosen = lora.chosen(numbers)
-    for name, (owner, key) in found.items():
+    for name, (owner, key) in result.items():
         param = getattr(owner, key)
         if not lora.trains(name):
             setattr(owner, key, _stored(name, param, lora))
@@ -372,7 +372,7 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs, some: tree.LayersOf = 
             raise UserError(f"Lora.modules_to_save has {name}, which has an adapter: remove it from one of the two")
         if name in chosen:
             weight = getattr(owner, key)[...].astype(jnp.float32)
-            beside = {other.rpartition("/")[2] for other in chosen if found[other][0] is owner}
+            beside = {other.rpartition("/")[2] for other in chosen if result[other][0] is owner}
             first = getattr(owner, lora.first_of(name, beside) + SUFFIX, None)
             setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first, some))
     if lora.trainable_tokens:

@@ -70,8 +70,8 @@ class Factors:
         assert rows.tokens is not None and self.step is not None, "dropout depends on both"
         seeds, tokens = jnp.broadcast_arrays(rows.of_experts(self.seeds[:, None]), rows.tokens)
         features = start + jnp.arange(x.shape[-1], dtype=jnp.int32)
-        kept = _kept(seeds.reshape(-1), self.step, tokens.reshape(-1), features, self.dropout).reshape(x.shape)
-        return jnp.where(kept, x / (1 - self.dropout), jnp.zeros((), x.dtype))
+        retained = _kept(seeds.reshape(-1), self.step, tokens.reshape(-1), features, self.dropout).reshape(x.shape)
+        return jnp.where(retained, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
     def specs(self, experts: Names | None, hidden: Names | None, *, hidden_inputs: bool) -> Factors:
         """The partition specs in place of the arrays; `experts` and `hidden` are the mesh axes of experts and hidden width."""

@@ -57,11 +57,11 @@ def check(ids: Sequence[int]) -> None:
     Raises:
       UserError: an id is negative or occurs twice.
     """
-    for one in ids:
-        if one < 0:
-            raise UserError(f"Lora.trainable_tokens has {one!r}, must be token ids of at least 0: try (5, 7)")
-        if ids.count(one) > 1:
-            raise UserError(f"Lora.trainable_tokens has {one} twice: name each token once")
+    for item in ids:
+        if item < 0:
+            raise UserError(f"Lora.trainable_tokens has {item!r}, must be token ids of at least 0: try (5, 7)")
+        if ids.count(item) > 1:
+            raise UserError(f"Lora.trainable_tokens has {item} twice: name each token once")
 
 
 def check_sizes(ids: Sequence[int], vocab_size: int, data_kind: str, whole: bool) -> None:

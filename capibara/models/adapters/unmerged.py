@@ -105,10 +105,10 @@ def check(model: PlainModel, one: Adapter) -> None:
 
 def _check_shape(weight: str, shape: tuple[int, ...], one: Adapter) -> None:
     a, b, _ = _factors(one)[weight]
-    found = (*b.shape[:1], *a.shape[1:-1], *b.shape[2:])
-    if found != shape or a.shape[0] != shape[0]:
+    result = (*b.shape[:1], *a.shape[1:-1], *b.shape[2:])
+    if result != shape or a.shape[0] != shape[0]:
         raise UserError(
-            f"{weight} is {list(found)} in the adapter and {list(shape)} in this model: name an adapter of this model"
+            f"{weight} is {list(result)} in the adapter and {list(shape)} in this model: name an adapter of this model"
         )
 
 
@@ -123,9 +123,9 @@ def stack_factors(
       dtype: the model's compute dtype.
       gains: for each adapter the `gain` of its weights with magnitudes, by name.
     """
-    each = [_factors(one) for one in adapters]
+    each = [_factors(adapter) for adapter in adapters]
     names = sorted({name for factors in each for name in factors})
-    found: tuple[Params, ...] = tuple({} for _ in range(num_layers))
+    result: tuple[Params, ...] = tuple({} for _ in range(num_layers))
     for name in names:
         first = next(factors[name] for factors in each if name in factors)
         inner, outer = first[0].shape[1:-1], first[1].shape[2:]
@@ -142,10 +142,10 @@ def stack_factors(
                 gain[:, number] = gains[number][name]
         _, part, last = name.split("/")
         scaled = any(name in of_one for of_one in gains)
-        for layer, values in enumerate(found):
+        for layer, values in enumerate(result):
             own = {"a": a[layer].astype(dtype), "b": b[layer].astype(dtype)}
             values.setdefault(part, {})[last] = own | ({"gain": gain[layer]} if scaled else {})
-    return found
+    return result
 
 
 def axes_of(model: PlainModel, found: tuple[Params, ...]) -> tuple[Params, ...]:
@@ -216,13 +216,13 @@ def magnitudes_of(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.nd
 def gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) -> jax.Array:
     """DoRA's factor [L, out ...] for the outputs of a plain model's weight [L, in ..., out ...], replicated."""
     lengths = jax.vmap(functools.partial(column_lengths, scale=1.0, inputs=a.ndim - 2))
-    found = magnitude / lengths(weight.astype(jnp.float32), a, b)
-    return sharding.constrain(found, (None,) * found.ndim)
+    result = magnitude / lengths(weight.astype(jnp.float32), a, b)
+    return sharding.constrain(result, (None,) * result.ndim)
 
 
 def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """By weight name: `a` [L, in ..., r], `b` [L, r, out ...] with the scale in it, and the magnitudes or None."""
-    flat, found = _flat(one.values), {}
+    flat, result = _flat(one.values), {}
     names = [name.removesuffix(_END) for name in flat if name.endswith(_END)]
     for name in names:
         owner = name.rpartition("/")[0]
@@ -230,15 +230,15 @@ def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray
         a = np.asarray(flat[f"{owner}/{one.lora.first_of(name, beside)}{SUFFIX}/a"], np.float32)
         b = np.asarray(flat[name + _END], np.float32)
         scales = np.asarray(one.lora.of_layers(name, range(len(b)))[1], np.float32)
-        found[name] = a, b * scales.reshape(-1, *(1,) * (b.ndim - 1)), flat.get(f"{name}{SUFFIX}/magnitude")
-    return found
+        result[name] = a, b * scales.reshape(-1, *(1,) * (b.ndim - 1)), flat.get(f"{name}{SUFFIX}/magnitude")
+    return result
 
 
 def _flat(values: Params) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= {f"{key}/{name}": inner for name, inner in _flat(value).items()}
+            result |= {f"{key}/{name}": inner for name, inner in _flat(value).items()}
         else:
-            found[key] = value
-    return found
+            result[key] = value
+    return result

@@ -262,10 +262,10 @@ class Stack(nnx.Module):
             self.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
 
         def make(rngs: nnx.Rngs) -> Block:
-            made = block(config, rngs)
+            created = block(config, rngs)
             if self.each_has_positions:
-                made.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
-            return made
+                created.relative_bias = RelativeBias(config, rngs, bidirectional=not causal)
+            return created
 
         self.layers = stack.stacked(make, rngs, num_layers)
         if config.final_norm is not FinalNorm.NONE:

@@ -161,7 +161,7 @@ class EncoderConfig(Patterned, TransformerConfig):
                 f"EncoderConfig.embedding_dim is {self.embedding_dim}, must be at least 1 and not embed_dim "
                 f"({self.embed_dim}): leave it out for one width"
             )
-        if self.transform_activation in (*_PARAMETERS, *(one for one in Activation if one.gated)):
+        if self.transform_activation in (*_PARAMETERS, *(item for item in Activation if item.gated)):
             raise UserError(
                 f"EncoderConfig.transform_activation is {str(self.transform_activation)!r}, the transform has one projection "
                 "and no parameters for it: try 'gelu'"
@@ -383,7 +383,7 @@ class Encoder(nnx.Module):
             at = at + config.position_offset if config.position_offset else at
             added.insert(0, self.position_embedding[...][at])
         if added:  # in float32, in case they are stored in a smaller dtype
-            total = functools.reduce(operator.add, (one.astype(jnp.float32) for one in added))
+            total = functools.reduce(operator.add, (item.astype(jnp.float32) for item in added))
             x = x + total.astype(x.dtype)
         if config.embedding_norm is EmbeddingNorm.LAYER:
             x = self.embedding_norm(x)

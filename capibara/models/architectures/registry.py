@@ -110,8 +110,8 @@ def module_of(config: TransformerConfig) -> Callable[..., ModelModule]:
     Raises:
       UserError: no model class is registered.
     """
-    for one in type(config).__mro__:
-        if one in _MODULES:
-            return _MODULES[one]
+    for item in type(config).__mro__:
+        if item in _MODULES:
+            return _MODULES[item]
     own = type(config).__name__
     raise UserError(f"{own} has no model: decorate the class of its models with @model_of({own})")

@@ -139,8 +139,8 @@ def as_cached(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[
     dtype = layer["key"].dtype
     if dtype == jnp.int8:
         new = as_stored(dtype, k_BTKH, v_BTKH)
-        kept = [new[name].astype(jnp.float32) * new[f"{name}_scale"][..., None] for name in ("key", "value")]
-        return kept[0].astype(k_BTKH.dtype), kept[1].astype(v_BTKH.dtype)
+        retained = [new[name].astype(jnp.float32) * new[f"{name}_scale"][..., None] for name in ("key", "value")]
+        return retained[0].astype(k_BTKH.dtype), retained[1].astype(v_BTKH.dtype)
     if dtype == k_BTKH.dtype:
         return k_BTKH, v_BTKH
     # XLA may remove a cast and its inverse, since that only adds precision.

@@ -54,8 +54,8 @@ class Dropout(NamedTuple):
         shape = list(x.shape)
         if shared is not None:
             shape[shared] = 1
-        kept = jax.random.bernoulli(jax.random.fold_in(self.key, site), 1.0 - self.rate, shape)
-        return jnp.where(kept, x / (1.0 - self.rate), jnp.zeros((), x.dtype)).astype(x.dtype)
+        retained = jax.random.bernoulli(jax.random.fold_in(self.key, site), 1.0 - self.rate, shape)
+        return jnp.where(retained, x / (1.0 - self.rate), jnp.zeros((), x.dtype)).astype(x.dtype)
 
 
 def of_step(rate: float, step: jax.Array | None, tokens: jax.Array) -> Dropout | None:

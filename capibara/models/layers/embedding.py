@@ -27,7 +27,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLik
     axes = _axes(table_VD, tokens_BT)
     if axes is None:
         return table_VD[tokens_BT].astype(dtype)
-    mesh, kept, moved, time, vocab, embed, scattered = axes
+    mesh, retained, moved, time, vocab, embed, scattered = axes
 
     def block(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         V = len(table_VD)
@@ -63,9 +63,9 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLik
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(P(vocab or None, embed or None), P(kept or None)),
-        out_specs=P(kept + moved or None, time + (vocab if scattered else ()) or None),
-        axis_names=set(kept + moved + time + vocab),
+        in_specs=(P(vocab or None, embed or None), P(retained or None)),
+        out_specs=P(retained + moved or None, time + (vocab if scattered else ()) or None),
+        axis_names=set(retained + moved + time + vocab),
         check_vma=False,
     )(table_VD, tokens_BT)
 
@@ -102,11 +102,11 @@ def _axes(table_VD: jax.Array, tokens_BT: jax.Array) -> _LookupAxes | None:
     rows, embed, vocab = used(rules.batch), used(rules.embed), used(rules.vocab)
     time = used(axis for axis in rules.act_time if axis in embed)
     moved = tuple(axis for axis in rows if axis in embed)
-    kept = tuple(axis for axis in rows if axis not in embed)
+    retained = tuple(axis for axis in rows if axis not in embed)
     count = lambda names: math.prod(mesh.shape[axis] for axis in names)  # noqa: E731
     (V, D), (B, T) = table_VD.shape, tokens_BT.shape
     divides = B % count(rows) == 0 and T % count(time) == 0 and V % count(vocab) == 0 and D % count(embed) == 0
     # Columns are sharded by exactly the exchanged axes, in the order in which they are concatenated again.
-    in_order = embed == moved + time and rows == kept + moved and rows + time + vocab
+    in_order = embed == moved + time and rows == retained + moved and rows + time + vocab
     scattered = bool(vocab) and used(rules.act_residual) == time + vocab and T % count(time + vocab) == 0
-    return _LookupAxes(mesh, kept, moved, time, vocab, embed, scattered) if divides and in_order else None
+    return _LookupAxes(mesh, retained, moved, time, vocab, embed, scattered) if divides and in_order else None

@@ -332,8 +332,8 @@ class Xielu(nnx.Module):
         self.most = param(rngs, (), (), jax.nn.initializers.constant(-1e-6))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        slope, most = (jax.lax.stop_gradient(one[...].astype(x.dtype)) for one in (self.slope, self.most))
-        above, below = (jax.nn.softplus(one[...].astype(x.dtype)) for one in (self.above, self.below))
+        slope, most = (jax.lax.stop_gradient(item[...].astype(x.dtype)) for item in (self.slope, self.most))
+        above, below = (jax.nn.softplus(item[...].astype(x.dtype)) for item in (self.above, self.below))
         positive = above * x * x + slope * x
         return jnp.where(x > 0, positive, (jnp.expm1(jnp.minimum(x, most)) - x) * (slope + below) + slope * x)
 

@@ -62,8 +62,8 @@ def run(stage: Stage, x: jax.Array, rows: Any, values: Any, shape: Pipeline) -> 
         return (jnp.roll(state, 1, axis=0), store, totals), None
 
     state = _on_stages(jnp.zeros((S, *store.shape[1:]), x.dtype), "batch")
-    one = jax.tree.map(lambda v: v[:, 0], values)
-    of_stats = jax.eval_shape(vmapped, state, one, jax.tree.map(lambda a: a[jnp.zeros(S, jnp.int32)], rows))[1]
+    item = jax.tree.map(lambda v: v[:, 0], values)
+    of_stats = jax.eval_shape(vmapped, state, item, jax.tree.map(lambda a: a[jnp.zeros(S, jnp.int32)], rows))[1]
     totals = jax.tree.map(lambda s: jnp.zeros((R, *s.shape), s.dtype), of_stats)
     (_, store, totals), _ = jax.lax.scan(tick, (state, store, totals), jnp.arange(M * R + S - 1))
     # [R, S, layers of a stage, ...] is the order of layers.

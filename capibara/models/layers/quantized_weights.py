@@ -128,10 +128,10 @@ def block_size(size: int) -> int:
     Raises:
       UserError: there is no even divisor.
     """
-    found = max((block for block in range(2, _BLOCK + 1, 2) if size % block == 0), default=None)
-    if found is None:
+    result = max((block for block in range(2, _BLOCK + 1, 2) if size % block == 0), default=None)
+    if result is None:
         raise UserError(f"Lora.base_dtype cannot halve weights with {size} inputs, which must be even: try 'bfloat16'")
-    return found
+    return result
 
 
 def quantize(weight: jax.Array, kind: BaseDtype, dim: int, *, double: bool = False) -> Blocks:
@@ -180,7 +180,7 @@ def _values(codes: jax.Array, kind: BaseDtype) -> jax.Array:
     values: list = [np.float32(value) for value in NF4]
     for bit in range(4):
         chosen = (codes >> bit) & 1 == 1
-        values = [jnp.where(chosen, one, zero) for zero, one in zip(values[::2], values[1::2], strict=True)]
+        values = [jnp.where(chosen, item, zero) for zero, item in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 

@@ -82,18 +82,18 @@ def depth(values: Params) -> int:
 def _between(values: Params, start: int, stop: int) -> Params:
     """Slices a stack from `start` to `stop`; keeps the parameters that exist in all of these layers."""
     if isinstance(values, dict):
-        found = {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
-        return {name: value for name, value in found.items() if not isinstance(value, dict) or value}
+        result = {name: _between(value, start, stop) for name, value in values.items() if stop <= depth(value)}
+        return {name: value for name, value in result.items() if not isinstance(value, dict) or value}
     return jax.tree.map(lambda v: v[start:stop], values)
 
 
 def _of_span(values: Params, start: int, stop: int, layers: tree.LayersOf) -> Params:
     """The parameters of the modules of layers `start` to `stop`."""
-    found: Params = {}
+    result: Params = {}
     for name, value in values.items():
         ranks = [rank for rank, n in enumerate(layers.get(name, range(stop))) if start <= n < stop]
-        found |= _between({name: value}, ranks[0], ranks[-1] + 1) if ranks else {}
-    return found
+        result |= _between({name: value}, ranks[0], ranks[-1] + 1) if ranks else {}
+    return result
 
 
 class _Places:

@@ -283,8 +283,8 @@ def with_capacity(
     E, C = _buffer(weights, capacity, axes)
     M = B * E * C
     first_B11 = jnp.arange(B, dtype=jnp.int32)[:, None, None] * (E * C)
-    kept = (experts_BTk < E) & (positions_BTk < capacity)
-    row = jnp.where(kept, first_B11 + experts_BTk * C + positions_BTk, M).reshape(-1, k)
+    retained = (experts_BTk < E) & (positions_BTk < capacity)
+    row = jnp.where(retained, first_B11 + experts_BTk * C + positions_BTk, M).reshape(-1, k)
     every = jnp.arange(B * T * k, dtype=jnp.int32)
     choice = jnp.full(M, B * T * k, jnp.int32).at[row.reshape(-1)].set(every, mode="drop")
     layout = Layout(choice, row)

@@ -81,8 +81,8 @@ class MoeMLP(nnx.Module):
             self.down_bias = layers.param(rngs, (E, D), ("experts", "norm"), layers.zeros)
         if moe.shared_experts:
             shared = moe.shared_experts * (F if moe.shared_dim is None else moe.shared_dim)
-            for one in (projections.SHARED_UP, projections.SHARED_GATE)[: 1 + gated]:
-                setattr(self, one.name, layers.projection(rngs, one, (D, shared)))
+            for item in (projections.SHARED_UP, projections.SHARED_GATE)[: 1 + gated]:
+                setattr(self, item.name, layers.projection(rngs, item, (D, shared)))
             self.shared_down = layers.projection(rngs, projections.SHARED_DOWN, (shared, D), branches)
         if moe.shared_gate is SharedGate.SIGMOID:
             self.shared_switch = layers.param(rngs, (D, 1), ("router", "router"), layers.fan_in(0))
@@ -147,8 +147,8 @@ class MoeMLP(nnx.Module):
         return constrain(y, ("batch", "act_time", "act_embed")), stats
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
-        dense = lambda one, x: layers.dense(  # noqa: E731
-            x, getattr(self, one.name)[...], adapter=layers.adapter_of(self, one.name)
+        dense = lambda item, x: layers.dense(  # noqa: E731
+            x, getattr(self, item.name)[...], adapter=layers.adapter_of(self, item.name)
         )
         h = constrain(dense(projections.SHARED_UP, x_BTD), ("batch", "act_time", "act_mlp"))
         if self.config.activation.gated:
@@ -163,7 +163,9 @@ class MoeMLP(nnx.Module):
 
     def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
-        names = [name for name in (*(one.name for one in projections.EXPERTS), *_HIDDEN_BIASES) if hasattr(self, name)]
+        names = [
+            name for name in (*(item.name for item in projections.EXPERTS), *_HIDDEN_BIASES) if hasattr(self, name)
+        ]
         # Cast here, so that what is gathered from other devices is in the compute dtype.
         weights: dict[str, Weight | Factors] = {
             name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names
@@ -249,12 +251,12 @@ def _axes(mesh: sharding.ActiveMesh, rules: sharding.Rules, rows: int, length: i
     """The axes with more than one device; for tokens the leading axes that divide them, as in `constrain`."""
 
     def used(names: tuple[str, ...], size: int | None = None) -> tuple[str, ...]:
-        kept: list[str] = []
+        retained: list[str] = []
         for name in names:
-            if size is not None and size % int(np.prod([mesh.shape[a] for a in (*kept, name)])):
+            if size is not None and size % int(np.prod([mesh.shape[a] for a in (*retained, name)])):
                 break
-            kept.append(name)
-        return tuple(name for name in kept if mesh.shape[name] > 1)
+            retained.append(name)
+        return tuple(name for name in retained if mesh.shape[name] > 1)
 
     return dispatch.Axes(
         batch=used(rules.batch, rows),

@@ -464,8 +464,8 @@ def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) 
         left = left + jnp.max(jnp.where(first, -jnp.inf, in_groups), axis=-1)
     chosen = jnp.zeros(left.shape, bool)
     for _ in range(moe.top_groups):
-        one = jnp.argmax(left, axis=-1)[..., None] == jnp.arange(moe.groups)
-        chosen, left = chosen | one, jnp.where(one, -jnp.inf, left)
+        item = jnp.argmax(left, axis=-1)[..., None] == jnp.arange(moe.groups)
+        chosen, left = chosen | item, jnp.where(item, -jnp.inf, left)
     return jnp.where(chosen[..., None], in_groups, -jnp.inf).reshape(ranks_BTE.shape)
 
 

@@ -117,7 +117,7 @@ class MLP(nnx.Module):
         into = [self.up[...], self.gate[...]] if self.config.activation.gated else [self.up[...]]
         down, up_lora, gate_lora, down_lora = (
             self.down[...],
-            *(layers.adapter_of(self, one.name) for one in projections.MLP),
+            *(layers.adapter_of(self, item.name) for item in projections.MLP),
         )
         if self.config.lora is None:  # with adapters these weights have no gradient
             x_BTD, down, *into = gradients_together(x_BTD, down, *into)

@@ -121,11 +121,11 @@ class _Pages:
         order = _one_of(request, "sort", ("updated", "name", "step", "loss"))
 
         def make() -> Json:
-            found = self._all.runs
-            total = len(found)
+            result = self._all.runs
+            total = len(result)
             if search:
-                found = _searched(found, search, within)
-            rows = sorted(map(self._all.summary, found), key=_order(order))
+                result = _searched(result, search, within)
+            rows = sorted(map(self._all.summary, result), key=_order(order))
             return {"total": total, "matched": len(rows), "runs": list(rows[offset : offset + limit])}
 
         stamp = tuple((run.id, run.version, run.is_loading) for run in self._all.runs), int(time.time() / 5)
@@ -171,10 +171,10 @@ class _Pages:
 
     async def image(self, request: Request) -> Response:
         run = self._run(request.path_params["run"])
-        found = await run_in_threadpool(files.picture, run, request.path_params["name"])
-        if found is None:
+        result = await run_in_threadpool(files.picture, run, request.path_params["name"])
+        if result is None:
             raise Refusal(404, "there is no such picture", "not_found")
-        return Response(found[0], media_type=found[1], headers={"Cache-Control": "no-cache"})
+        return Response(result[0], media_type=result[1], headers={"Cache-Control": "no-cache"})
 
     async def series(self, request: Request) -> Response:
         runs, query = self._asked(request)
@@ -194,9 +194,9 @@ class _Pages:
 
     async def alerts(self, request: Request) -> Response:
         only = request.query_params.get("active", "0") == "1"
-        found = self._all.board.all(request.query_params.get("run"), only_active=only)
+        result = self._all.board.all(request.query_params.get("run"), only_active=only)
         rules = self._all.board.rules.as_json()
-        rows: list[Json] = [alert.as_json() for alert in found[:_MOST_LISTED]]
+        rows: list[Json] = [alert.as_json() for alert in result[:_MOST_LISTED]]
         return _json({"alerts": rows, "rules": rules, "webhooks": len(self._all.webhooks.urls)})
 
     async def export(self, request: Request) -> Response:

@@ -49,9 +49,9 @@ class Facts:
         with self._lock:
             asked = self._asked.setdefault(key, threading.Lock())
         with asked:  # viewers who ask the same share one answer
-            kept = self._kept.get(key)
-            if kept is not None and time.monotonic() - kept[0] < _KEPT_S.get(name, 60.0):
-                return kept[1]
+            retained = self._kept.get(key)
+            if retained is not None and time.monotonic() - retained[0] < _KEPT_S.get(name, 60.0):
+                return retained[1]
             if not self._room.acquire(timeout=_WAIT_S):
                 return {"unavailable": "too much is being looked for: try again"}
             try:
@@ -61,7 +61,7 @@ class Facts:
             with self._lock:
                 self._kept[key] = time.monotonic(), answer
                 while len(self._kept) > _MOST_KEPT:
-                    oldest = min(self._kept, key=lambda one: self._kept[one][0])
+                    oldest = min(self._kept, key=lambda item: self._kept[item][0])
                     del self._kept[oldest]
                     self._asked.pop(oldest, None)
             return answer

@@ -105,7 +105,7 @@ class Dashboard:
 
     def update(self, run_id: str) -> dict[str, Json] | None:
         """What an event says of a run that has changed; None: it is gone."""
-        run = next((one for one in self.runs if one.id == run_id), None)
+        run = next((item for item in self.runs if item.id == run_id), None)
         if run is None:
             return None
         whole = self.summary(run)
@@ -118,19 +118,19 @@ class Dashboard:
         view = run.views().get(kind)
         if view is None or not len(view):
             return None
-        told = self._told.get((run.id, kind))
+        reported = self._told.get((run.id, kind))
         self._told[run.id, kind] = run.epoch, int(view.steps[-1])
-        if told is None or told[0] != run.epoch:
+        if reported is None or reported[0] != run.epoch:
             return None
-        begin = int(np.searchsorted(view.steps, told[1], side="right"))
+        begin = int(np.searchsorted(view.steps, reported[1], side="right"))
         if not 0 < len(view) - begin <= _MOST_NEW:
             return None
         values = {name: view.columns[name][begin:].tolist() for name in names if name in view.columns}
         return {
-            "after": told[1],
+            "after": reported[1],
             "steps": view.steps[begin:].tolist(),
-            "times": [finite(one) for one in view.times[begin:].tolist()],
-            "values": {name: [finite(one) for one in column] for name, column in values.items()},
+            "times": [finite(item) for item in view.times[begin:].tolist()],
+            "values": {name: [finite(item) for item in column] for name, column in values.items()},
         }
 
     def check_quiet(self) -> None:

@@ -81,11 +81,11 @@ def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
         if record["kind"] == "train":
             count, before = max(0, record["step"] - step), step
             step = record["step"]
-            kept = count if kept_steps is None else min(count, max(0, kept_steps - before))
+            retained = count if kept_steps is None else min(count, max(0, kept_steps - before))
             waited_s, step_s = _seconds(record, "data_wait_s"), _seconds(record, "step_s")
-            spent["productive"] += kept * (step_s - waited_s)
-            spent["data_wait"] += kept * waited_s
-            spent["lost"] += (count - kept) * step_s
+            spent["productive"] += retained * (step_s - waited_s)
+            spent["data_wait"] += retained * waited_s
+            spent["lost"] += (count - retained) * step_s
         if record["kind"] == "train" or record.get("event") == "spent":
             for name in ("rollout", "evaluate", "save", "start", "set_up", "restore", "reference"):
                 spent[name] += _seconds(record, name if record["kind"] == "event" else f"{name}_s")

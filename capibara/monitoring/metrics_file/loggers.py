@@ -134,21 +134,21 @@ def read_metrics(path: str) -> list[dict[str, Any]]:
 
 def kept_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records that `read_metrics` returns, of all records in the order in which they were written."""
-    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+    retained: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
         kind, step = record["kind"], record["step"]
         if kind == "event" and record.get("event") in AGAIN:
-            kept = {key: old for key, old in kept.items() if old["step"] <= step}
+            retained = {key: old for key, old in retained.items() if old["step"] <= step}
         key = (kind, step, record.get("prompt") if kind == "sample" else record.get("event"))
-        kept.pop(key, None)
-        kept[key] = record
-    return sorted(kept.values(), key=lambda record: record["step"])
+        retained.pop(key, None)
+        retained[key] = record
+    return sorted(retained.values(), key=lambda record: record["step"])
 
 
 def all_records(path: str) -> list[dict[str, Any]]:
     """All complete lines of a metrics.jsonl, in the order in which they were written; raises as `read_metrics`."""
-    found = filter(None, map(parse, _read_text(path).split("\n")))
-    return [record if "time" in record else {**record, "time": 0.0} for record in found]
+    result = filter(None, map(parse, _read_text(path).split("\n")))
+    return [record if "time" in record else {**record, "time": 0.0} for record in result]
 
 
 @configurable
@@ -181,7 +181,7 @@ class TensorBoard(Callback):
         self._events.text(tag, _preformatted(prompt + text), step)
 
     def on_system(self, step: int, metrics: Mapping[str, SystemValue]) -> None:
-        self._scalars("system", step, {name: one for name, one in metrics.items() if isinstance(one, (int, float))})
+        self._scalars("system", step, {name: item for name, item in metrics.items() if isinstance(item, (int, float))})
 
     def on_checkpoint(self, step: int) -> None:
         self._events.flush()
@@ -385,9 +385,9 @@ def _json_value(value: Any) -> Any:
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _json_value(one) for name, one in value.items()}
+        return {str(name): _json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_value(one) for one in value]
+        return [_json_value(item) for item in value]
     return float(value) if math.isfinite(value) else None
 
 

@@ -60,8 +60,8 @@ def redact_json(value: Any, depth: int = _DEEPEST) -> Any:
     if isinstance(value, (dict, list, tuple)) and not depth:
         return HIDDEN
     if isinstance(value, dict):
-        return {encodable(str(key)): _under(str(key), one, depth - 1) for key, one in value.items()}
-    return [redact_json(one, depth - 1) for one in value] if isinstance(value, (list, tuple)) else value
+        return {encodable(str(key)): _under(str(key), item, depth - 1) for key, item in value.items()}
+    return [redact_json(item, depth - 1) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _under(name: str, value: Any, depth: int) -> Any:
@@ -82,5 +82,5 @@ def _is_word(text: str) -> bool:
     if _HASH.match(text):
         return True
     kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" if c.islower() else "-" for c in text]
-    changes = sum(one != other for one, other in zip(kinds, kinds[1:]))
+    changes = sum(item != other for item, other in zip(kinds, kinds[1:]))
     return changes < len(text) / 3

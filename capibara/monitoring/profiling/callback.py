@@ -21,18 +21,18 @@ class ProfileSummary(Callback):
 
     def on_profile(self, step: int, first_step: int, folder: str) -> None:
         try:
-            found = of_folder(folder, step - first_step + 1)
-            if found is None:
+            result = of_folder(folder, step - first_step + 1)
+            if result is None:
                 print(f"profile: {folder} has no operation of a device")
                 return
             store, target = stores.of(folder), epath.Path(folder)
-            store.write_atomic(target / "summary.txt", f"{found.text()}\n".encode())
-            store.write_atomic(target / "summary.json", json.dumps(found.as_json(), indent=1).encode())
+            store.write_atomic(target / "summary.txt", f"{result.text()}\n".encode())
+            store.write_atomic(target / "summary.json", json.dumps(result.as_json(), indent=1).encode())
         except Exception as error:  # a trace that cannot be read, or a full disk, must not end the run
             logging.getLogger(__name__).warning("%s cannot be summarised (%s: %s)", folder, type(error).__name__, error)
             return
         print(f"profile of steps {first_step} to {step}, see it with: tensorboard --logdir={folder}")
-        print(found.text(), flush=True)
+        print(result.text(), flush=True)
 
 
 def of_folder(folder: str, steps: int) -> summary.Summary | None:

@@ -39,7 +39,7 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """The summary as JSON."""
-        largest = [dict(zip(("name", "category", "share", "times_a_step"), one, strict=True)) for one in self.largest]
+        largest = [dict(zip(("name", "category", "share", "times_a_step"), item, strict=True)) for item in self.largest]
         return dataclasses.asdict(self) | {"idle": 1.0 - self.busy, "largest": largest}
 
     def text(self) -> str:
@@ -60,20 +60,20 @@ class Summary:
 
     def advice(self) -> list[str]:
         """What to look at first, where the figures support it."""
-        found = []
+        result = []
         if self.busy < 0.8:
-            found.append(
+            result.append(
                 "the devices wait for the host: compare data_wait_s with step_s, raise Plan.batch_size, or log less often "
                 "(Trainer.log_every)"
             )
         if self.collectives > 0.2:
-            found.append(
+            result.append(
                 "collectives bound the step: try less of Plan.tensor, larger batches, or `capibara plan` for another mesh"
             )
         copies = self.by_category.get("copies and layouts", 0.0)
         if copies > 0.2:
-            found.append("copies and changes of layout take much: rematerialisation or odd dimensions may cause them")
-        return found
+            result.append("copies and changes of layout take much: rematerialisation or odd dimensions may cause them")
+        return result
 
 
 def summarised(traces: Sequence[Trace], steps: int) -> Summary | None:

@@ -80,16 +80,16 @@ def read(path: str) -> Trace:
     lanes: list[Lane] = []
     steps: list[tuple[float, float]] = []
     for plane in planes:
-        found = _DEVICE.match(plane.name)
+        result = _DEVICE.match(plane.name)
         for line in plane.lines:
-            if found is None:
+            if result is None:
                 of_cpu, of_steps = _on_host(line.events)
                 lanes += [Lane(device, tuple(ops)) for device, ops in of_cpu.items()]
                 steps += of_steps
-            elif found[1] == "GPU" or line.name in _OP_LINES:
+            elif result[1] == "GPU" or line.name in _OP_LINES:
                 ops = tuple(sorted(_on_device(line.events), key=_order))
                 if ops:
-                    lanes.append(Lane(found[0].removeprefix("/device:"), ops))
+                    lanes.append(Lane(result[0].removeprefix("/device:"), ops))
     return Trace(tuple(lanes), tuple(sorted(steps)))
 
 
@@ -120,4 +120,4 @@ def _on_host(events: Any) -> tuple[dict[str, list[Op]], list[tuple[float, float]
         elif "hlo_op" in stats and not event.name.startswith("end: "):
             device = f"CPU:{stats.get('device_ordinal', 0)}"
             ops.setdefault(device, []).append(Op(event.name, category_of(event.name), begin, end))
-    return {device: sorted(found, key=_order) for device, found in ops.items()}, steps
+    return {device: sorted(result, key=_order) for device, result in ops.items()}, steps

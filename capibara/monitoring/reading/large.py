@@ -186,9 +186,9 @@ def _last_end(path: str, at: int, lowest: int) -> int:
     store, lowest = stores.of(path), max(lowest, at - LONGEST_LINE_BYTES)
     while at > lowest:
         begin = max(lowest, at - (1 << 16))
-        found = store.read_range(path, begin, at).rfind(b"\n")
-        if found >= 0:
-            return begin + found + 1
+        result = store.read_range(path, begin, at).rfind(b"\n")
+        if result >= 0:
+            return begin + result + 1
         at = begin
     return at
 
@@ -198,8 +198,8 @@ def _next_end(path: str, at: int, highest: int) -> int:
     store = stores.of(path)
     while at < highest:
         end = min(highest, at + (1 << 16))
-        found = store.read_range(path, at, end).find(b"\n")
-        if found >= 0:
-            return at + found + 1
+        result = store.read_range(path, at, end).find(b"\n")
+        if result >= 0:
+            return at + result + 1
         at = end
     return highest

@@ -63,12 +63,12 @@ class Lives:
         """Adds an era's events and times to the open life."""
         if not self._open:
             return
-        spent = [one for one in era.events if one.get("event") == "spent" and _is_time(one.get("time"))]
-        self._open += [{name: value for name, value in one.items() if _is_plain(value)} for one in spent]
+        spent = [event for event in era.events if event.get("event") == "spent" and _is_time(event.get("time"))]
+        self._open += [{name: value for name, value in item.items() if _is_plain(value)} for item in spent]
         times = [rows.times[np.isfinite(rows.times)] for rows in era.rows.values()]
-        newest = [float(one.max()) for one in times if len(one)]
-        newest += [one["time"] for one in era.events if _is_time(one.get("time"))]
-        newest += [one.time for one in era.samples if math.isfinite(one.time)]
+        newest = [float(time.max()) for time in times if len(time)]
+        newest += [event["time"] for event in era.events if _is_time(event.get("time"))]
+        newest += [sample.time for sample in era.samples if math.isfinite(sample.time)]
         self._end_s = max([self._end_s, *newest])
 
     def account(self, train: View) -> dict[str, float]:

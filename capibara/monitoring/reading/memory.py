@@ -24,8 +24,10 @@ def fits(run: Run, runs: Mapping[str, Run], reading: Container[str], most_bytes:
       reading: the ids of those that are being read.
       most_bytes: memory for all rows.
     """
-    others = [one for one in runs.values() if one is not run and is_looked_at(one)]
-    held = sum(one.whole_bytes if one.id in reading else one.held_bytes * (not one.is_coarse) for one in others)
+    others = [item for item in runs.values() if item is not run and is_looked_at(item)]
+    held = sum(
+        other.whole_bytes if other.id in reading else other.held_bytes * (not other.is_coarse) for other in others
+    )
     return held + run.whole_bytes <= most_bytes
 
 

@@ -202,9 +202,9 @@ def _parse_block(block: bytes, start: int, pieces: _Pieces) -> None:
     form = forms[: forms.find(b"\n") + 1]
     count = len(forms) // max(1, len(form))
     if count > _FEW and form * count == forms:
-        found = _parse_alike(block, numbers, block[: block.find(b"\n")])
-        if found is not None:
-            pieces.rows(*found)
+        result = _parse_alike(block, numbers, block[: block.find(b"\n")])
+        if result is not None:
+            pieces.rows(*result)
             return
     lines = block.split(b"\n")
     if not lines[-1]:
@@ -241,10 +241,10 @@ def _parse_groups(
             continue
         text = b"\n".join([numbers[index] for index in indices]) + b"\n"
         alike = functools.partial(_join, lines, indices)
-        found = _parse_alike(alike, text, lines[indices[0]])
-        if found is not None:
+        result = _parse_alike(alike, text, lines[indices[0]])
+        if result is not None:
             frequent.add(form)
-            rows.append((found[0], np.array(indices), found[1]))
+            rows.append((result[0], np.array(indices), result[1]))
     return frequent, rows
 
 
@@ -327,11 +327,11 @@ def _from_json(lines: bytes, read: list[str]) -> dict[str, np.ndarray] | None:
 
 def _arrays(table: Any, absent: float) -> dict[str, np.ndarray]:
     """The columns of a pyarrow.Table, with a number in place of nulls."""
-    found = {}
+    result = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         filled = column.fill_null(absent) if column.null_count else column
-        found[name] = filled.to_numpy()
-    return found
+        result[name] = filled.to_numpy()
+    return result
 
 
 def _merge(

@@ -145,18 +145,18 @@ class Reader:
 
     def _scan(self, change: Change) -> None:
         try:
-            found = folders.found(self._roots)
+            result = folders.found(self._roots)
         except _FAULTS as error:
             self.fault = limits.cause(error)
             return
         self.fault = None
         known = {run.folder for run in self.runs.values()}
-        for folder, name in found.items():
+        for folder, name in result.items():
             if folder not in known:
                 run = Run(folder, name)
                 self.runs[run.id] = run
                 change.added.append(run.id)
-        for run in [run for run in self.runs.values() if run.folder not in found]:
+        for run in [run for run in self.runs.values() if run.folder not in result]:
             del self.runs[run.id]
             self._forget(run)
             change.removed.append(run.id)
@@ -219,11 +219,11 @@ class Reader:
         """The runs of which rows are missing and are to be read now, those that were looked at last first."""
         if now_s < self._shown_s + _SETTLE_S:
             return []
-        found = [run for run in self.runs.values() if run.is_coarse and run.id not in self._large]
-        found = [run for run in found if run.is_unread or memory.is_looked_at(run)]
-        found = sorted(found, key=lambda run: -run.wanted_s)
-        found = [run for run in found if self._paused.get(run.id, 0.0) <= now_s]
-        return [run for run in found if run.is_unread or memory.fits(run, self.runs, self._large, self._most_bytes)]
+        result = [run for run in self.runs.values() if run.is_coarse and run.id not in self._large]
+        result = [run for run in result if run.is_unread or memory.is_looked_at(run)]
+        result = sorted(result, key=lambda run: -run.wanted_s)
+        result = [run for run in result if self._paused.get(run.id, 0.0) <= now_s]
+        return [run for run in result if run.is_unread or memory.fits(run, self.runs, self._large, self._most_bytes)]
 
     def _read_whole(self, now_s: float) -> None:
         """Begins to read runs of which rows are missing."""
@@ -253,7 +253,7 @@ def _size(path: str) -> int:
     store = stores.of(path)
     if store.has_local_paths:
         return store.size(path)
-    found = store.matching(path)  # asks the bucket anew
-    if not found:
+    result = store.matching(path)  # asks the bucket anew
+    if not result:
         raise FileNotFoundError(path)
-    return found[0].size
+    return result[0].size

@@ -106,8 +106,8 @@ class Run:
     def adopt(self, other: Run) -> None:
         """Takes over what another object has read of the same file."""
         with self.lock:
-            kept = {"folder", "name", "id", "path", "lock", "wanted_s", "is_new", "version", "epoch"}
-            vars(self).update((name, value) for name, value in vars(other).items() if name not in kept)
+            retained = {"folder", "name", "id", "path", "lock", "wanted_s", "is_new", "version", "epoch"}
+            vars(self).update((name, value) for name, value in vars(other).items() if name not in retained)
             self.version += 1
             self.epoch += 1
 
@@ -163,7 +163,8 @@ class Run:
             table.truncate(step)
             self.epoch += len(table) < before
         self.events = collections.deque(
-            (one for one in self.events if one["step"] <= step or one.get("event") in AGAIN), maxlen=_MOST_EVENTS
+            (event for event in self.events if event["step"] <= step or event.get("event") in AGAIN),
+            maxlen=_MOST_EVENTS,
         )
         if any(key[0] > step for key in self.samples):
             self.samples = {key: sample for key, sample in self.samples.items() if key[0] <= step}
@@ -218,7 +219,7 @@ class Run:
         views = [self.view(kind)] if kind is not None else [table.view() for table in self.tables.values()]
         times = [float(view.times[-1]) for view in views if len(view) and math.isfinite(view.times[-1])]
         if kind is None:
-            times += [found for event in list(self.events)[-1:] if (found := _time(event)) is not None]
+            times += [result for event in list(self.events)[-1:] if (result := _time(event)) is not None]
         return max(times, default=None)
 
     def status(self, limits: Limits, now_s: float | None = None) -> Status:
@@ -245,13 +246,13 @@ class Run:
     def _usual_s(self, kind: str | None) -> float:
         """The median time between two lines of a kind; of any: the shortest of the kinds."""
         kinds = [kind] if kind is not None else list(self.tables)
-        found = []
-        for one in kinds:
-            times = self.view(one).times[-_RECENT:]
+        result = []
+        for item in kinds:
+            times = self.view(item).times[-_RECENT:]
             steps = np.diff(times[np.isfinite(times)])
             if len(steps):
-                found.append(float(np.median(steps)))
-        return max(0.0, min(found, default=0.0))
+                result.append(float(np.median(steps)))
+        return max(0.0, min(result, default=0.0))
 
     @property
     def step(self) -> int | None:
@@ -269,10 +270,10 @@ def start_value(run: Run, name: str) -> float | None:
 
 def _small(event: Record) -> Record:
     """An event without what is large: facts and lists are read from the file when they are looked at."""
-    kept = {
+    retained = {
         key: value for key, value in list(event.items())[:64] if value is None or isinstance(value, (str, int, float))
     }
-    return {key: value[:500] if isinstance(value, str) else value for key, value in kept.items()}
+    return {key: value[:500] if isinstance(value, str) else value for key, value in retained.items()}
 
 
 def _time(record: Record) -> float | None:

@@ -94,10 +94,10 @@ class Table:
         """Keeps the newest rows, and so many of those before them at most, evenly spaced."""
         before = max(0, self._count - newest)
         every = max(1, -(-before // older))
-        kept = np.append(np.arange(0, before, every), np.arange(before, self._count))
-        self._steps, self._times = self._steps[kept], self._times[kept]
-        self._columns = {name: column[kept] for name, column in self._columns.items()}
-        self._count = len(kept)
+        retained = np.append(np.arange(0, before, every), np.arange(before, self._count))
+        self._steps, self._times = self._steps[retained], self._times[retained]
+        self._columns = {name: column[retained] for name, column in self._columns.items()}
+        self._count = len(retained)
 
     def _insert(self, rows: Rows) -> None:
         """Adds rows of steps that are not all new: only those from the first of them on are moved."""

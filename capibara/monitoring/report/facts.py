@@ -64,8 +64,8 @@ class RunFacts:
     def metrics(self, kind: str) -> list[str]:
         """The names of a kind's metrics that have values, sorted, the loss first."""
         columns = self._views[kind].columns if kind in self._views else {}
-        found = [name for name, values in columns.items() if np.isfinite(values).any()]
-        return sorted(found, key=lambda name: (name != "loss", name))
+        result = [name for name, values in columns.items() if np.isfinite(values).any()]
+        return sorted(result, key=lambda name: (name != "loss", name))
 
     def last(self, kind: str, name: str) -> float | None:
         """The last finite value of a metric."""
@@ -99,8 +99,8 @@ class RunFacts:
         steps += [step for step, _ in self.run.samples]
         events = self.run.events
         steps += [event["step"] for event in events if event.get("event") not in AGAIN]
-        begun = [event["step"] for event in events if event.get("event") in AGAIN]  # all but the last may be void
-        return max([*steps, *begun[-1:], 0])
+        started = [event["step"] for event in events if event.get("event") in AGAIN]  # all but the last may be void
+        return max([*steps, *started[-1:], 0])
 
     @property
     def best(self) -> Mapping[str, float] | None:
@@ -167,17 +167,17 @@ def _samples(run: Run) -> list[Record]:
 
 def distinct(runs: Sequence[RunFacts]) -> list[RunFacts]:
     """The runs with names that differ: of equal ones as much of the path as tells them apart, or a number."""
-    found: list[RunFacts] = []
+    result: list[RunFacts] = []
     for run in runs:
         alike = {tuple(os.path.normpath(other.path).split(os.sep)) for other in runs if other.name == run.name}
         parts, count = os.path.normpath(run.path).split(os.sep), 1
-        while count < len(parts) and len({one[-count:] for one in alike}) < len(alike):
+        while count < len(parts) and len({item[-count:] for item in alike}) < len(alike):
             count += 1
         name = printable("/".join(parts[-count:])) if len(alike) > 1 else run.name
-        taken = {one.name for one in found}
+        taken = {item.name for item in result}
         numbered = (f"{name} ({number})" for number in range(2, len(runs) + 2))
-        found.append(dataclasses.replace(run, name=next(one for one in (name, *numbered) if one not in taken)))
-    return found
+        result.append(dataclasses.replace(run, name=next(item for item in (name, *numbered) if item not in taken)))
+    return result
 
 
 def _check_metrics(folder: str, notes: list[str]) -> None:

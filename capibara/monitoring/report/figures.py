@@ -44,12 +44,12 @@ _Line = tuple[int, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def pictures(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
     """(title, SVG) of the metrics that any of the runs has."""
-    found = []
+    result = []
     for title, metric, scale in _PICTURES:
         lines = [(number, *run.points("train", metric), *run.points("eval", metric)) for number, run in enumerate(runs)]
         if any(len(steps) or len(evaluated) for _, steps, _, evaluated, _ in lines):
-            found.append((title, _svg(title, scale, lines)))
-    return found
+            result.append((title, _svg(title, scale, lines)))
+    return result
 
 
 def _svg(title: str, scale: str, lines: Sequence[_Line]) -> str:
@@ -65,9 +65,9 @@ def _svg(title: str, scale: str, lines: Sequence[_Line]) -> str:
         if len(steps):
             x, y = steps.astype(float), np.clip(values, -_MOST, _MOST)
             dot = "o" if len(x) == 1 else None  # a line of one point cannot be seen
-            kept = _thinned(y, most)
+            retained = _thinned(y, most)
             even = np.unique(np.linspace(0, len(x) - 1, most).astype(int))
-            axes.plot(x[kept], y[kept], color=colour, alpha=0.25, linewidth=0.7)
+            axes.plot(x[retained], y[retained], color=colour, alpha=0.25, linewidth=0.7)
             axes.plot(x[even], smooth(y)[even], color=colour, linewidth=1.6, marker=dot, markersize=4)
         if len(evaluated):
             y = np.clip(of_evaluations, -_MOST, _MOST)

@@ -69,7 +69,7 @@ def page(runs: Sequence[RunFacts], price_of: PriceOf, title: str | None = None) 
         cost_note=", ".join(sorted({price.source for price in prices})) or "unavailable: no price is known",
         runs=[_shown(number, run) for number, run in enumerate(runs)],
         figures=_rows(
-            {name: [_text(name, one[name]) for one in map(lambda r: _figures(r, price_of), runs)] for name in _WORDS}
+            {name: [_text(name, item[name]) for item in map(lambda r: _figures(r, price_of), runs)] for name in _WORDS}
         ),
         pictures=[{"title": name, "svg": svg} for name, svg in figures.pictures(runs)],
         evaluations=_rows(_evaluations(runs)),
@@ -87,8 +87,8 @@ def _bindings(text: str) -> dict[str, str | None]:
         bound = {name: value for name, (_, value) in config.changes("", text).items()}
     except Exception:  # the text is untrusted, and Gin's parser raises what it meets
         return {}
-    found: dict[str, str | None] = redact_json(bound)
-    return found
+    result: dict[str, str | None] = redact_json(bound)
+    return result
 
 
 _WORDS = {

@@ -142,10 +142,10 @@ def _last_in_bytes(evaluations: View) -> dict[str, float]:
     if not {"loss", "bits_per_byte"} <= columns.keys():
         return {}
     loss, bits = columns["loss"], columns["bits_per_byte"]
-    found = np.flatnonzero(np.isfinite(loss) & np.isfinite(bits) & (loss != 0) & (bits != 0))
-    if not len(found):
+    result = np.flatnonzero(np.isfinite(loss) & np.isfinite(bits) & (loss != 0) & (bits != 0))
+    if not len(result):
         return {}
-    return {name: float(column[found[-1]]) for name, column in columns.items() if np.isfinite(column[found[-1]])}
+    return {name: float(column[result[-1]]) for name, column in columns.items() if np.isfinite(column[result[-1]])}
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

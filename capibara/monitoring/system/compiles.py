@@ -28,9 +28,9 @@ class _Compiles:
 
 @functools.cache
 def _compiles() -> _Compiles:
-    made = _Compiles()
-    jax.monitoring.register_event_duration_secs_listener(made.add)
-    return made
+    created = _Compiles()
+    jax.monitoring.register_event_duration_secs_listener(created.add)
+    return created
 
 
 def count() -> tuple[int, float]:

@@ -28,7 +28,7 @@ def memory() -> DeviceMemory:
     """Memory of the local devices now."""
     stats = [_stats(device) for device in jax.local_devices()]
     used, peak, limit = (
-        tuple(one.get(name) for one in stats) for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+        tuple(item.get(name) for item in stats) for name in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
     )
     return DeviceMemory(used_bytes=used, peak_bytes=peak, limit_bytes=limit)
 
@@ -80,11 +80,11 @@ def largest(most: int = 5, arrays: Arrays | None = None) -> list[Buffers]:
         Buffers(
             shape=shape,
             dtype=dtype,
-            count=len(found),
-            device_bytes=sum(found),
+            count=len(result),
+            device_bytes=sum(result),
             names=tuple(name for name, about in (arrays or {}).items() if about == (shape, dtype)),
         )
-        for (shape, dtype), found in largest_first
+        for (shape, dtype), result in largest_first
     ]
 
 

@@ -45,11 +45,11 @@ def of_process(devices: str, processes: int) -> dict[str, Any]:
 
 def _command(arguments: Sequence[str]) -> list[str]:
     """A command line without secrets: also the values after flags such as `--token`."""
-    found = list[str]()
+    result = list[str]()
     for before, argument in zip(["", *arguments], arguments):
         prefix = f"{before}=" if before.startswith("-") and "=" not in before else ""
-        found.append(redact(prefix + argument).removeprefix(prefix))
-    return found
+        result.append(redact(prefix + argument).removeprefix(prefix))
+    return result
 
 
 def git_state(folder: str | None = None) -> dict[str, Any] | None:

@@ -30,8 +30,8 @@ class Memory:
 
 def memory() -> Memory:
     """Memory in use now."""
-    found = _meminfo()
-    total, available = found.get("MemTotal"), found.get("MemAvailable")
+    result = _meminfo()
+    total, available = result.get("MemTotal"), result.get("MemAvailable")
     used = None if total is None or available is None else total - available
     for group, limit in _limits("memory", ("memory.max", "memory.limit_in_bytes")):
         if limit < (_UNLIMITED_BYTES if total is None else total):
@@ -132,7 +132,7 @@ def _groups(*controllers: str) -> Iterator[str]:
         if names and not {*names.split(",")} & {*controllers}:
             continue
         roots = [f"/sys/fs/cgroup/{names}", *(f"/sys/fs/cgroup/{name}" for name in names.split(","))] if names else []
-        root = next((one for one in roots if os.path.isdir(one)), None) if names else "/sys/fs/cgroup"
+        root = next((item for item in roots if os.path.isdir(item)), None) if names else "/sys/fs/cgroup"
         if root is None:
             continue
         inner = path.strip("/")

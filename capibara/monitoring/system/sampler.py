@@ -144,11 +144,11 @@ class SystemSampler(Callback):
             "device_memory_limit_bytes": memory.limit_bytes,
             **{name: tpu.get(name, ()) for name in METRICS.values()},
         }
-        found: dict[str, SystemValue] = {
+        result: dict[str, SystemValue] = {
             name: (_mean if name.endswith("_percent") else _highest)(values) for name, values in each.items()
         }
-        known = {name: list(one) for name, one in each.items() if len(one) > 1 and any(v is not None for v in one)}
-        return found | ({"devices": known} if known else {})
+        known = {name: list(item) for name, item in each.items() if len(item) > 1 and any(v is not None for v in item)}
+        return result | ({"devices": known} if known else {})
 
     def _program(self) -> dict[str, SystemValue]:
         compiled, compile_s = compiles.count()

@@ -75,9 +75,11 @@ class TpuReader:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with contextlib.suppress(ValueError, AttributeError, TypeError):
-                found = {METRICS[name]: [_number(one) for one in values] for name, values in json.loads(line).items()}
+                result = {
+                    METRICS[name]: [_number(value) for value in values] for name, values in json.loads(line).items()
+                }
                 self._latest, self._latest_s = (
-                    {name: values for name, values in found.items() if values},
+                    {name: values for name, values in result.items() if values},
                     time.monotonic(),
                 )
 

@@ -233,12 +233,12 @@ class _Session:
 
     def _send_lineage(self) -> None:
         try:
-            found = lineage.of_run(self._model_dir)
+            result = lineage.of_run(self._model_dir)
         except Exception:  # whatever manifests of a run folder lead to: metrics are sent all the same
             return
-        if found and found != self._lineage:
-            self._lineage = found
-            self._tracker.text(self.moment, lineage.NAME, redact(found))
+        if result and result != self._lineage:
+            self._lineage = result
+            self._tracker.text(self.moment, lineage.NAME, redact(result))
 
 
 def _values(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _numbers(group: str, values: Mapping[str, Any], depth: int = _DEEPEST) -> It
     """Finite numbers by name; those of several devices get the device's number as the last part."""
     for name, value in values.items():
         if isinstance(value, (dict, list)):
-            inner = value if isinstance(value, dict) else {str(index): one for index, one in enumerate(value)}
+            inner = value if isinstance(value, dict) else {str(index): item for index, item in enumerate(value)}
             if depth:
                 yield from _numbers(f"{group}/{name}", inner, depth - 1)
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):

@@ -95,20 +95,20 @@ class Feeds:
 
 def labels(trackers: Sequence[Tracker]) -> list[str]:
     """A label for each tracker, as a part of file names: its own, with a number where it is taken."""
-    found: list[str] = []
+    result: list[str] = []
     for tracker in trackers:
         own = re.sub(r"[^\w.-]", "-", str(tracker.label)).strip(".")[:_LONGEST_LABEL] or "tracker"
         numbered = (f"{own}-{number}" for number in range(2, len(trackers) + 3))
-        found.append(next(one for one in (own, *numbered) if one not in (*found, state.RUN)))
-    return found
+        result.append(next(item for item in (own, *numbered) if item not in (*result, state.RUN)))
+    return result
 
 
 def unsent(model_dir: str, label: str) -> int:
     """Lines of a run's metrics.jsonl that a tracker has not got; the last one counts until it knows that the run has ended."""
-    found, path = state.read(model_dir, label), metrics_path(model_dir)
-    position = found.position if lines.is_within(path, found.position) else Position()
+    result, path = state.read(model_dir, label), metrics_path(model_dir)
+    position = result.position if lines.is_within(path, result.position) else Position()
     left = Tail(path, position).remaining()
-    return left or int(position.byte > 0 and not found.is_finished)
+    return left or int(position.byte > 0 and not result.is_finished)
 
 
 def scratch_of(model_dir: str) -> str:

@@ -17,17 +17,17 @@ _PLANS = ("plan.json", "plan.gin")
 
 def of_run(model_dir: str) -> str:
     """JSON text with the data sets of the newest checkpoint, their fingerprints, and the last OpenLineage event; or ""."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     if (newest := chain.newest_step(model_dir)) is not None:
         folder, manifest = newest
         datasets = chain.datasets_of(manifest)
         if datasets:
-            found["checkpoint"] = {"step": os.path.basename(folder), "xxh128": manifest.get("xxh128")}
-            found["datasets"] = datasets
+            result["checkpoint"] = {"step": os.path.basename(folder), "xxh128": manifest.get("xxh128")}
+            result["datasets"] = datasets
     events = (_read(model_dir, _EVENTS) or "").split("\n")
     if len(events) > 1 and (event := _parsed(events[-2])) is not None:
-        found["event"] = event
-    return json.dumps(found, indent=1) if found else ""
+        result["event"] = event
+    return json.dumps(result, indent=1) if result else ""
 
 
 def plans(model_dir: str) -> Iterator[tuple[str, str]]:

@@ -65,15 +65,15 @@ class Tail:
         Of lines that are void already when they are read, `is_void` says so.
         """
         self._scan()
-        found = []
+        result = []
         content = self._complete(self.position, _BLOCK_BYTES)
         for number, text in enumerate(content, self.position.line):
             record = _parsed(text)
             void = record is not None and any(number < line and record["step"] > step for line, step in self._again)
-            found.append(Line(number, record, void))
+            result.append(Line(number, record, void))
         self.position = _after(self.position, content)
-        self._again = [one for one in self._again if one[0] >= self.position.line]
-        return found
+        self._again = [item for item in self._again if item[0] >= self.position.line]
+        return result
 
     def remaining(self) -> int:
         """Complete lines after the position."""

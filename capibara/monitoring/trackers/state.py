@@ -89,12 +89,12 @@ def write(model_dir: str, label: str, state: TrackerState) -> None:
 def uid(model_dir: str) -> str:
     """The run's own name, 32 hexadecimal digits: made at the first call, the same in all later ones."""
     path = path_of(model_dir, RUN)
-    found = _object(path).get("uid")
-    if isinstance(found, str) and re.fullmatch(r"[0-9a-f]{32}", found):
-        return found
-    made = uuid.uuid4().hex
-    outputs.replace(path, json.dumps({"uid": made}) + "\n")
-    return made
+    result = _object(path).get("uid")
+    if isinstance(result, str) and re.fullmatch(r"[0-9a-f]{32}", result):
+        return result
+    created = uuid.uuid4().hex
+    outputs.replace(path, json.dumps({"uid": created}) + "\n")
+    return created
 
 
 def configuration(model_dir: str) -> tuple[str, dict[str, str]]:
@@ -137,7 +137,7 @@ def locked(model_dir: str, within_s: float) -> Iterator[None]:
 
 def _object(path: str) -> dict[str, object]:
     try:
-        found = json.loads(outputs.read(path) or "{}")
+        result = json.loads(outputs.read(path) or "{}")
     except (UserError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return result if isinstance(result, dict) else {}

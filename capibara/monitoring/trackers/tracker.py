@@ -86,8 +86,8 @@ def addresses(tracker: Tracker) -> dict[str, Any]:
     fields: tuple[dataclasses.Field[Any], ...] = (
         dataclasses.fields(tracker) if dataclasses.is_dataclass(tracker) else ()
     )
-    found = {field.name: getattr(tracker, field.name) for field in fields if field.metadata == ADDRESS}
-    return {name: value for name, value in found.items() if value is not None}
+    result = {field.name: getattr(tracker, field.name) for field in fields if field.metadata == ADDRESS}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def check_address(name: str, address: str | None, instead: str) -> None:
@@ -151,7 +151,7 @@ class Tracker:
 
 def _value(text: str) -> Any:
     try:
-        found = ast.literal_eval(text)
+        result = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
-    return list(found) if isinstance(found, tuple) else found
+    return list(result) if isinstance(result, tuple) else result

@@ -165,12 +165,12 @@ class TrackingProcess(Callback):
             )
 
     def _unsent(self) -> Mapping[str, int]:
-        found = {}
+        result = {}
         for label in feeds.labels(self._trackers):
             with contextlib.suppress(OSError, UserError):
                 if count := feeds.unsent(self._model_dir, label):
-                    found[label] = count
-        return found
+                    result[label] = count
+        return result
 
 
 def command(model_dir: str, tracker: Tracker) -> str:

@@ -208,8 +208,8 @@ def source_digest(package: pathlib.Path | None = None) -> str:
 def _source_digest(package: pathlib.Path, sources: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for source in sources:
-        found = package / source
-        for path in sorted(found.rglob("*.py")) if found.is_dir() else [found]:
+        result = package / source
+        for path in sorted(result.rglob("*.py")) if result.is_dir() else [result]:
             content = _statements(path.read_text(encoding="utf-8")).encode() if path.exists() else b""
             digest.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()
@@ -221,20 +221,20 @@ def users_digest(config: Dataclass) -> dict[str, str]:
     Args:
       config: a dataclass of dataclasses.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     waiting: list[object] = [config]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, (tuple, list)):
-            waiting += one
-        elif dataclasses.is_dataclass(one):
-            waiting += [getattr(one, field.name) for field in dataclasses.fields(one) if hasattr(one, field.name)]
-            module = sys.modules.get(type(one).__module__)
+        item = waiting.pop()
+        if isinstance(item, (tuple, list)):
+            waiting += item
+        elif dataclasses.is_dataclass(item):
+            waiting += [getattr(item, field.name) for field in dataclasses.fields(item) if hasattr(item, field.name)]
+            module = sys.modules.get(type(item).__module__)
             if module is not None and module.__name__.partition(".")[0] != "capibara":
                 with contextlib.suppress(OSError, TypeError, SyntaxError):  # a class without a source file
                     code = _statements(inspect.getsource(module))
-                    found[module.__name__] = hashlib.sha256(code.encode()).hexdigest()
-    return dict(sorted(found.items()))
+                    result[module.__name__] = hashlib.sha256(code.encode()).hexdigest()
+    return dict(sorted(result.items()))
 
 
 def _statements(source: str) -> str:
@@ -286,10 +286,10 @@ def _own_library() -> dict[str, str]:
     if not path or (package and os.path.dirname(path) in (package.submodule_search_locations or ())):
         return {}
     try:
-        found = os.stat(path)
+        result = os.stat(path)
     except OSError:
         return {"libtpu": path}
-    return {"libtpu": f"{path} ({found.st_size} bytes, changed {found.st_mtime_ns})"}
+    return {"libtpu": f"{path} ({result.st_size} bytes, changed {result.st_mtime_ns})"}
 
 
 def _canonical(values: Mapping[str, Any]) -> str:

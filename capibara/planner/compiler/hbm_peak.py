@@ -57,10 +57,10 @@ def at_peak(module: Module) -> Peak:
     """The buffers that are alive at the peak."""
     entry = module.computations[module.entry].values()
     arguments = sum(a.hbm_bytes for i in entry if i.opcode == "parameter" for a in i.arrays)
-    size, found = _Computations(module).largest(module.entry)
+    size, result = _Computations(module).largest(module.entry)
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
-    for amount, array, source in found:
+    for amount, array, source in result:
         counts[array, source] += 1
         sizes[array, source] += amount
     buffers = [Buffer(amount, counts[key], *key) for key, amount in sizes.items()]
@@ -219,8 +219,8 @@ def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
     inner = module.computations[instruction.inner("calls")]
     root = next(i for i in inner.values() if i.is_root)
     outputs = [inner[o] for o in root.operands] if root.opcode == "tuple" else [root]
-    found = (_updated_parameter(inner, output) for output in outputs)
-    return tuple(instruction.operands[n] for n in found if n is not None and n < len(instruction.operands))
+    result = (_updated_parameter(inner, output) for output in outputs)
+    return tuple(instruction.operands[n] for n in result if n is not None and n < len(instruction.operands))
 
 
 def _updated_parameter(inner: dict[str, Instruction], output: Instruction) -> int | None:

@@ -442,8 +442,8 @@ def _moved(copy: Instruction, names: dict[str, Instruction]) -> float:
     size = lambda a: dataclasses.replace(a, on_chip=False).hbm_bytes  # noqa: E731
     # Its result includes the source and a flag.
     others = [a for a in copy.arrays if len(a.dims) == len(source.dims) and a.dtype == source.dtype]
-    made = min(others, key=lambda a: (size(a), a.on_chip == source.on_chip))
-    return float((not source.on_chip) * size(made) + (not made.on_chip) * size(made))
+    created = min(others, key=lambda a: (size(a), a.on_chip == source.on_chip))
+    return float((not source.on_chip) * size(created) + (not created.on_chip) * size(created))
 
 
 def _fusion_bytes(inner: dict[str, Instruction], operands: list[int], result: int) -> float:
@@ -520,7 +520,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     close = _closing(rest, word.end() - 1)
     arguments = rest[word.end() : close]
-    arrays = tuple(_array(*found) for found in _ARRAY.findall(rest[: word.start()]))
+    arrays = tuple(_array(*result) for result in _ARRAY.findall(rest[: word.start()]))
     opcode = word[1]
     literal = opcode in ("parameter", "constant")
     return Instruction(

@@ -111,11 +111,11 @@ def prove(
       deadline_s, status, fresh: as in compile_cache.verdict.
     """
     command = configuration.command(slice_)
-    found = compile_cache.verdict(command, key(run, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
+    result = compile_cache.verdict(command, key(run, slice_), deadline_s=deadline_s, status=status, fresh=fresh)
     if run.loss is None:
-        return found
+        return result
     held = workload.of_run(run).held
-    return found.beside(round(held.on_device(run.plan.mesh_shape(slice_.devices, slice_.name))))
+    return result.beside(round(held.on_device(run.plan.mesh_shape(slice_.devices, slice_.name))))
 
 
 def prover(

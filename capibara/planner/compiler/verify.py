@@ -61,7 +61,7 @@ class VerifiedRanking:
 
     def of(self, ranked: Ranked) -> CompiledPlan | None:
         """The compile result of a plan; None: not compiled."""
-        return next((one for one in self.tried if one.ranked.choice == ranked.choice), None)
+        return next((item for item in self.tried if item.ranked.choice == ranked.choice), None)
 
 
 def unproven(ranked: list[Ranked], question: Question) -> VerifiedRanking:
@@ -90,10 +90,10 @@ def walk(
 
     while True:
         ranked = ranking.search(work, slice_, question)
-        done = {one.ranked.choice for one in tried}
-        usable = [one for one in tried if one.is_usable]
-        proven = max(usable, key=lambda one: score(one.ranked), default=None)
-        new = next((one for one in ranked if one.choice not in done), None)
+        done = {item.ranked.choice for item in tried}
+        usable = [item for item in tried if item.is_usable]
+        proven = max(usable, key=lambda item: score(item.ranked), default=None)
+        new = next((item for item in ranked if item.choice not in done), None)
         worth = new is not None and new.fits and (proven is None or score(new) > _BETTER * score(proven.ranked))
         if new is None or not worth or len(tried) == most:
             if proven is None:
@@ -125,9 +125,9 @@ def correction_from(work: Workload, ranked: Ranked, verdict: Verdict) -> float |
 
 def _with_first(ranked: list[Ranked], proven: CompiledPlan, tried: list[CompiledPlan]) -> list[Ranked]:
     """The ranking without plans that failed, the proven one first."""
-    bad = {one.ranked.choice for one in tried if not one.is_usable}
-    first = next((one for one in ranked if one.choice == proven.ranked.choice), proven.ranked)
-    return [first, *(one for one in ranked if one.choice not in bad and one.choice != first.choice)]
+    bad = {item.ranked.choice for item in tried if not item.is_usable}
+    first = next((item for item in ranked if item.choice == proven.ranked.choice), proven.ranked)
+    return [first, *(item for item in ranked if item.choice not in bad and item.choice != first.choice)]
 
 
 def _nothing_proven(tried: list[CompiledPlan], new: Ranked | None, slice_: Slice, question: Question) -> str:
@@ -137,6 +137,8 @@ def _nothing_proven(tried: list[CompiledPlan], new: Ranked | None, slice_: Slice
         return f"{last.ranked.choice.describe()} on {slice_.name} cannot be compiled: {last.verdict.message}"
     if new is not None and new.fits:
         return f"none of {len(tried)} plans fits {slice_.name} with {question.headroom:.0%} to spare: raise --tries"
-    peak = min((one.verdict.compiled.peak_bytes or math.inf for one in tried if one.verdict.compiled), default=math.inf)
+    peak = min(
+        (item.verdict.compiled.peak_bytes or math.inf for item in tried if item.verdict.compiled), default=math.inf
+    )
     need = f": the leanest that was compiled needs {peak / 2**30:.2f} GiB a chip" if peak < math.inf else ""
     return f"no plan fits {slice_.name} with {question.headroom:.0%} to spare{need}: use a larger slice, or lower --headroom"

@@ -363,11 +363,11 @@ def chip(name: str) -> Chip:
     Raises:
       UserError: it is unknown; suggests the nearest.
     """
-    found = find(name)
-    if found is None:
+    result = find(name)
+    if result is None:
         known = f"known are {', '.join(CHIPS)}"
         raise UserError(f"chip {name!r} is not known{did_you_mean(name, chip_names()) or f': {known}'}")
-    return found
+    return result
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -57,8 +57,8 @@ class Slice:
         """The shortest name that `parse` maps to this slice."""
         chips_, kind = self.chips_per_slice, self.chip
         usual = _usual_shape(kind, chips_)
-        one = f"{kind.name}-{chips_ * kind.name_units}" if self.shape == usual else f"{kind.name}:{self.gke_topology}"
-        return one if self.count == 1 else f"{self.count}x{one}"
+        item = f"{kind.name}-{chips_ * kind.name_units}" if self.shape == usual else f"{kind.name}:{self.gke_topology}"
+        return item if self.count == 1 else f"{self.count}x{item}"
 
     @property
     def chips_per_slice(self) -> int:
@@ -196,18 +196,18 @@ def parse(name: str) -> Slice:
     match = _NAME.fullmatch(name.strip())
     if not match:
         raise _unknown_slice(name)
-    count, one = int(match[1] or 1), match[2]
+    count, item = int(match[1] or 1), match[2]
     if not 1 <= count <= _MOST_SLICES:
-        near = one if count < 1 else f"{_MOST_SLICES}x{one}"
+        near = item if count < 1 else f"{_MOST_SLICES}x{item}"
         raise UserError(f"slice {name!r}: the number of slices ({count}) must be from 1 to {_MOST_SLICES}: try {near}")
-    shaped = _SHAPE.fullmatch(one)
+    shaped = _SHAPE.fullmatch(item)
     if shaped:
         kind = chips.find(shaped[1])
         if kind is None or not kind.is_tpu:
             tpus = [chip_name for chip_name, known in chips.CHIPS.items() if known.is_tpu]
             raise UserError(f"slice {name!r}: no TPU {shaped[1]!r}{did_you_mean(shaped[1], tpus)}")
         return Slice(kind, _checked_shape(name, kind, shaped[2]), count)
-    generation, _, size = one.rpartition("-")
+    generation, _, size = item.rpartition("-")
     kind = chips.find(generation)
     if kind is None or not (size.isascii() and size.isdigit()):
         raise _unknown_slice(name)

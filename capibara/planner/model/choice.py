@@ -106,8 +106,8 @@ class Choice:
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "one device"
         parts = [mesh, f"{self.rows} rows" + (f" x {self.accumulation}" if self.accumulation > 1 else "")]
         names = "all products" if len(self.remat.names) > _FEW else " ".join(self.remat.names)
-        kept = f" {names}" if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ""
-        parts.append(f"remat {self.remat.kind}{kept}")
+        retained = f" {names}" if self.remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ""
+        parts.append(f"remat {self.remat.kind}{retained}")
         if self.state_dtype is not StateDtype.FLOAT32:
             parts.append(f"{self.state_dtype} optimizer state")
         return ", ".join(parts)

@@ -318,7 +318,9 @@ def elementwise_bytes(work: Workload, choice: Choice) -> float:
     for stack in work.stacks:
         tokens = choice.rows * stack.length / mesh["context"] * choice.accumulation / mesh["stage"]
         width = residual + heads * len(stack.attentions)
-        scores = _SCORE_PASSES * 4 * c.num_heads * sum(one.scores for one in stack.attentions) / stack.length
+        scores = (
+            _SCORE_PASSES * 4 * c.num_heads * sum(attention.scores for attention in stack.attentions) / stack.length
+        )
         total += passes * tokens * stack.layers * (width * size + scores) / mesh["tensor"]
     if _by_vocabulary(work, choice) or not work.model.trains_head:
         return total
@@ -352,9 +354,9 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
             return 1.0 - _last_share(work), 1.0
     weights = _weights_by_name(work)
     total = sum(weights.values())
-    kept = sum(weights.get(name, 0.0) for name in remat.names)
+    retained = sum(weights.get(name, 0.0) for name in remat.names)
     last = "mlp_down" if "mlp_down" in weights else "expert_down"
-    again = 1.0 - kept / total - (0.0 if last in remat.names else _last_share(work))
+    again = 1.0 - retained / total - (0.0 if last in remat.names else _last_share(work))
     return max(0.0, again), 0.0 if "attention" in remat.names else 1.0
 
 
@@ -363,8 +365,8 @@ def _weights_by_name(work: Workload) -> dict[str, float]:
     c = work.config
     sizes = {"embed": c.embed_dim, "expert_embed": c.embed_dim, "mlp": work.expert_dim, "head_dim": c.head_size}
     sizes |= {"heads": c.num_heads, "kv_heads": c.kv_heads, "experts": 1 if c.moe is None else c.moe.top_k}
-    found = projections.of_layer(gated=c.activation.gated, experts=c.moe is not None)
-    return {one.result: one.size(sizes) for one in found if one.result}
+    result = projections.of_layer(gated=c.activation.gated, experts=c.moe is not None)
+    return {item.result: item.size(sizes) for item in result if item.result}
 
 
 def _last_share(work: Workload) -> float:

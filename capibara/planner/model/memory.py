@@ -232,12 +232,12 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
     by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
     padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
     padded = {name: named[name] * padding for name in (*projections.QKV, projections.ATTENDED)}
-    kept = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
+    retained = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
-        kept += residual  # the next norm reads the last product again
+        retained += residual  # the next norm reads the last product again
     if remat.kind is not Remat.OFFLOAD:
-        return carried + kept, 0.0
-    return (0.0, kept + carried) if projections.LAYER_INPUT in remat.names else (carried, kept)
+        return carried + retained, 0.0
+    return (0.0, retained + carried) if projections.LAYER_INPUT in remat.names else (carried, retained)
 
 
 def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
@@ -259,7 +259,7 @@ def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, fl
     kv = n * c.kv_heads * c.head_size * size / tensor
     attentions = len(stack.attentions)
     sizes = {"heads": heads, "kv_heads": kv, "head_dim": 1, "embed": residual}
-    named = {one.result: projections.product(one.out_axes, sizes) for one in projections.ATTENTION if one.result}
+    named = {item.result: projections.product(item.out_axes, sizes) for item in projections.ATTENTION if item.result}
     named = {name: amount * attentions for name, amount in (named | {projections.ATTENDED: heads}).items()}
     routed = _expert_rows(work, stack, choice)
     hidden = (n if c.moe is None else routed) * work.expert_dim * size / tensor
@@ -297,7 +297,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     moe = named.get("expert_down", 0.0)
     share = 1.0 if work.config.activation.gated else 2 / 3
     # What was saved is not recomputed.
-    kept = _kept_names(choice.remat)
+    retained = _kept_names(choice.remat)
     most = _WORK_HIDDEN
     if work.config.moe is not None:
         moe, most = 2 * moe, order.expert_hidden
@@ -306,7 +306,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
             exchanged, most = _EXCHANGED_EXPERTS
             hidden, moe = hidden * padded, exchanged / 2 * moe * padded
         most += _ADAPTED_HIDDEN * stack.adapted_experts
-    again = most * share * hidden - sum(named.get(name, 0.0) for name in kept if name in _HIDDEN)
+    again = most * share * hidden - sum(named.get(name, 0.0) for name in retained if name in _HIDDEN)
     gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)

@@ -268,7 +268,7 @@ def describe(
         length=length,
         encoder_length=encoder_length,
         params=_sharded(stored, rules, by_bytes=True),
-        state={dtype: _state(model, one, rules) for dtype, one in optimizers.items()},
+        state={dtype: _state(model, item, rules) for dtype, item in optimizers.items()},
         optimizer=type(optimizer).__name__,
         trained=_sharded(trained, rules, by_bytes=True),
         casts=_sharded(
@@ -318,11 +318,11 @@ def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Worklo
 
 def _held(held: Iterable[ResidentArrays], rules: Rules) -> Sharded:
     total = Sharded()
-    for one in held:
-        if one.spread_as is None:
-            total += Sharded(((float(one.bytes), ()),))
+    for item in held:
+        if item.spread_as is None:
+            total += Sharded(((float(item.bytes), ()),))
         else:
-            total += _sharded(_leaves(*one.spread_as), rules, by_bytes=True).scaled_to(one.bytes)
+            total += _sharded(_leaves(*item.spread_as), rules, by_bytes=True).scaled_to(item.bytes)
     return total
 
 
@@ -364,12 +364,12 @@ def _sharded(leaves: Iterable[Leaf], rules: Rules, *, by_bytes: bool = False) ->
 
 
 def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, int, tuple[str, ...]], ...]:
-    found: dict[tuple[str, int], tuple[str, str, int, tuple[str, ...]]] = {}
+    result: dict[tuple[str, int], tuple[str, str, int, tuple[str, ...]]] = {}
     for leaf in leaves:
         for name, size in zip(leaf.axes, leaf.shape, strict=True):
             if name and getattr(rules, name):
-                found.setdefault((name, size), (leaf.name, name, size, getattr(rules, name)))
-    return tuple(found.values())
+                result.setdefault((name, size), (leaf.name, name, size, getattr(rules, name)))
+    return tuple(result.values())
 
 
 def _stacks(

@@ -99,11 +99,11 @@ def _proof(walk: VerifiedRanking, slice_: Slice) -> Iterator[str]:
         return
     yield "<h2>Compiled</h2>"
     rows = []
-    for one in walk.tried:
-        compiled, words = one.verdict.compiled, str(one.verdict.outcome)
+    for item in walk.tried:
+        compiled, words = item.verdict.compiled, str(item.verdict.outcome)
         peak = f"{compiled.peak_bytes / GIB:.2f}" if compiled and compiled.peak_bytes else ""
-        cells = f'<td class="n">{peak}</td><td class="n">{one.ranked.memory.peak / GIB:.2f}</td><td>{words}</td>'
-        rows.append(f"<tr><td>{html.escape(one.ranked.choice.describe())}</td>{cells}</tr>")
+        cells = f'<td class="n">{peak}</td><td class="n">{item.ranked.memory.peak / GIB:.2f}</td><td>{words}</td>'
+        rows.append(f"<tr><td>{html.escape(item.ranked.choice.describe())}</td>{cells}</tr>")
     head = '<th>plan</th><th class="n">compiled, GiB</th><th class="n">predicted before, GiB</th><th></th>'
     yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
     if walk.proven:
@@ -171,7 +171,8 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
     chip = slice_.chip
     peak, bandwidth = chip.device_flops(), chip.device_hbm_bytes_per_s
     points = [
-        (one.cost.flops.hardware / one.cost.hbm_bytes, one.cost.flops.hardware / one.cost.step_s, one) for one in ranked
+        (item.cost.flops.hardware / item.cost.hbm_bytes, item.cost.flops.hardware / item.cost.step_s, item)
+        for item in ranked
     ]
     low = math.log10(min([peak / bandwidth, *(p[0] for p in points)])) - 0.4
     high = math.log10(max([peak / bandwidth, *(p[0] for p in points)])) + 0.4
@@ -186,10 +187,10 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
     roof = [at(left, left * bandwidth), at(peak / bandwidth, peak), at(10**high, peak)]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in roof)
     dots = []
-    for index, (intensity, speed, one) in reversed(list(enumerate(points))):
+    for index, (intensity, speed, entry) in reversed(list(enumerate(points))):
         x, y = at(intensity, speed)
         color = _COLORS[0] if index == 0 else "#aaa"
-        label = html.escape(f"{one.choice.describe()}: {speed / 1e12:.0f} TFLOP/s")
+        label = html.escape(f"{entry.choice.describe()}: {speed / 1e12:.0f} TFLOP/s")
         dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{label}</title></circle>')
     return (
         f'<svg viewBox="0 0 880 280" role="img" aria-label="roofline"><polyline points="{line}" fill="none" '
@@ -202,16 +203,16 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
 
 def _table(walk: VerifiedRanking, work: Workload, slice_: Slice, top: int) -> str:
     rows = []
-    for index, one in enumerate(walk.ranked[:top]):
-        cost = one.cost
+    for index, item in enumerate(walk.ranked[:top]):
+        cost = item.cost
         cells = [
-            one.choice.batch_size(work), f"{one.memory.peak / GIB:.2f}", f"{cost.step_s:.3f}",
+            item.choice.batch_size(work), f"{item.memory.peak / GIB:.2f}", f"{cost.step_s:.3f}",
             f"{cost.tokens_per_s / slice_.chips:,.0f}", f"{cost.mfu:.1%}",
         ]  # fmt: skip
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        why = html.escape(report.reason_ranked_lower(one, walk, work)) if index else "the choice"
-        style = "" if one.fits else ' class="out"'
-        rows.append(f"<tr{style}><td>{html.escape(one.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
+        why = html.escape(report.reason_ranked_lower(item, walk, work)) if index else "the choice"
+        style = "" if item.fits else ' class="out"'
+        rows.append(f"<tr{style}><td>{html.escape(item.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
     names = ("batch", "HBM GiB", "step s", "tokens/s chip", "MFU")
     head = "<th>plan</th>" + "".join(f'<th class="n">{name}</th>' for name in names) + "<th>why not first</th>"
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

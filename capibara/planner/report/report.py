@@ -39,11 +39,13 @@ def plans_json(
 ) -> dict[str, Any]:
     """The first plans and the compile results; the best plans of all slices that were considered, if any."""
     plans = []
-    for one in walk.ranked[:top]:
-        tried = walk.of(one)
+    for item in walk.ranked[:top]:
+        tried = walk.of(item)
         proof = {"verdict": verdict_json(tried.verdict)} if tried else {}
-        plans.append(as_json(one, work, slice_, tokens, usd) | proof)
-    compiled = [{"plan": one.ranked.choice.describe(), "verdict": verdict_json(one.verdict)} for one in walk.tried]
+        plans.append(as_json(item, work, slice_, tokens, usd) | proof)
+    compiled = [
+        {"plan": entry.ranked.choice.describe(), "verdict": verdict_json(entry.verdict)} for entry in walk.tried
+    ]
     scales = [{"kind": _kind(kind), "scale": scale} for kind, scale in walk.question.scales]
     weighed = [as_json(offer.best, work, offer.slice_, tokens, usd) for offer in offers]
     return {"plans": plans, "tried": compiled, "memory_scales": scales} | ({"slices": weighed} if offers else {})
@@ -51,8 +53,8 @@ def plans_json(
 
 def _kind(kind: Kind) -> str:
     remat, axes = kind
-    kept = " ".join((str(remat.kind), *(remat.names if remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ())))
-    return f"remat {kept}, {' x '.join(axes) or 'data and fsdp only'}"
+    retained = " ".join((str(remat.kind), *(remat.names if remat.kind in (Remat.SAVE, Remat.OFFLOAD) else ())))
+    return f"remat {retained}, {' x '.join(axes) or 'data and fsdp only'}"
 
 
 def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None, usd: float | None) -> dict[str, Any]:
@@ -136,16 +138,16 @@ def show(
     table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted")
     for name in ("plan", "batch", "HBM GiB", "step", "tokens/s chip", "MFU", "why not first"):
         table.add_column(name, justify="left" if name in ("plan", "why not first") else "right")
-    for index, one in enumerate(ranked[:top]):
-        cost = one.cost
+    for index, item in enumerate(ranked[:top]):
+        cost = item.cost
         table.add_row(
-            one.choice.describe(),
-            str(one.choice.batch_size(work)),
-            f"{one.memory.peak / GIB:.2f}",
+            item.choice.describe(),
+            str(item.choice.batch_size(work)),
+            f"{item.memory.peak / GIB:.2f}",
             seconds(cost.step_s),
             f"{cost.tokens_per_s / slice_.chips:.0f}",
             f"{cost.mfu:.1%}",
-            reason_ranked_lower(one, walk, work) if index else "",
+            reason_ranked_lower(item, walk, work) if index else "",
         )
     console.print(table)
 
@@ -227,15 +229,15 @@ def _advice(work: Workload, tokens: float | None) -> Iterable[str]:
 
 def _proof(walk: VerifiedRanking) -> Iterable[str]:
     """The compile results, one line per plan."""
-    for one in walk.tried:
-        plan, predicted, compiled = one.ranked.choice.describe(), one.ranked.memory.peak, one.verdict.compiled
+    for item in walk.tried:
+        plan, predicted, compiled = item.ranked.choice.describe(), item.ranked.memory.peak, item.verdict.compiled
         before = f"{predicted / GIB:.2f} GiB predicted before"
         if compiled is None:
-            yield f"not compiled: {plan}: {one.verdict.message}"
+            yield f"not compiled: {plan}: {item.verdict.message}"
         elif not compiled.fits:
             yield f"compiled: {plan}: does not fit ({before})"
         else:
-            spare = "" if one.is_usable else ", less to spare than asked"
+            spare = "" if item.is_usable else ", less to spare than asked"
             error = predicted / compiled.fitting_bytes - 1
             yield f"compiled: {plan}: fits, peak {compiled.fitting_bytes / GIB:.2f} GiB{spare} ({before}: {error:+.1%})"
     for kind, scale in walk.question.scales:
@@ -320,8 +322,8 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
     if compiled.kernels:
         yield f"  kernels: {', '.join(compiled.kernels)}"
     if compiled.alive:
-        found = compiled.alive_bytes / GIB
-        yield f"  the peak's largest buffers beside state and batch (from the schedule: {found:.2f} GiB at the peak):"
+        result = compiled.alive_bytes / GIB
+        yield f"  the peak's largest buffers beside state and batch (from the schedule: {result:.2f} GiB at the peak):"
         for buffer in compiled.alive[:8]:
             times = f"{buffer.count} x " if buffer.count > 1 else ""
             yield f"    {times}{buffer.bytes / buffer.count / GIB:.3f} GiB  {buffer.array}  {buffer.source}"

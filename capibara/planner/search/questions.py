@@ -151,10 +151,10 @@ def slice_of(of_flag: Slice | None, plan: Plan) -> Slice:
     from capibara.planner.hardware import slices
 
     bound = slices.parse(plan.slice) if plan.slice else None
-    found = of_flag or bound
-    if found is None:
+    result = of_flag or bound
+    if result is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-    return found
+    return result
 
 
 def question(args: argparse.Namespace, work: Workload, plan: Plan, batch_size: int | None) -> Question:

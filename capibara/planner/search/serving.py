@@ -107,8 +107,8 @@ def ranked(model: Model, slice_: Slice, engine: Engine, headroom: float) -> list
       engine: the engine's configuration.
       headroom: share of the HBM to keep free.
     """
-    found = [predict(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
-    return sorted(found, key=lambda one: (not one.fits, -one.tokens_per_s if one.fits else one.bytes))
+    result = [predict(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
+    return sorted(result, key=lambda item: (not item.fits, -item.tokens_per_s if item.fits else item.bytes))
 
 
 def predict(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: float) -> Serving:
@@ -142,9 +142,9 @@ def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom
         smaller = ranked(model, slice_, dataclasses.replace(best.engine, cache_dtype="int8"), headroom)[0]
         if smaller.fits:
             ways.append("EngineConfig.cache_dtype = 'int8'")
-    larger = [one for one in slices.sizes(slice_.chip) if one.devices > slice_.devices]
-    larger += [one for chip in _ROOMY for one in slices.sizes(chip) if one.chip != slice_.chip]
-    fitting = next((one for one in larger if ranked(model, one, best.engine, headroom)[0].fits), None)
+    larger = [item for item in slices.sizes(slice_.chip) if item.devices > slice_.devices]
+    larger += [item for chip in _ROOMY for item in slices.sizes(chip) if item.chip != slice_.chip]
+    fitting = next((item for item in larger if ranked(model, item, best.engine, headroom)[0].fits), None)
     if fitting is not None:
         ways.append(f"--slice={fitting.name}")
     room = "a slot" if best.engine.slots is None else f"{best.engine.slots} slots"
@@ -176,17 +176,17 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
     paths = tree.path_names(model.abstract_params)
     leaves = zip(jax.tree.leaves(model.abstract_params), jax.tree.leaves(model.axes, is_leaf=tree.is_axes), strict=True)
     for path, (leaf, names) in zip(paths, leaves, strict=True):
-        kept = leaf.dtype.itemsize if {"norm", "router"} & set(names) else jax.numpy.dtype(size).itemsize
+        retained = leaf.dtype.itemsize if {"norm", "router"} & set(names) else jax.numpy.dtype(size).itemsize
         cuts = any(
             name and "tensor" in getattr(rules, name) and extent % tensor == 0
             for name, extent in zip(names, leaf.shape)
         )
-        own = math.prod(leaf.shape) * kept / (tensor if cuts else 1)
+        own = math.prod(leaf.shape) * retained / (tensor if cuts else 1)
         whole += own
         looked_up = path == "embedding" and str(model.config.head) == "separate"  # reads only a few rows
         unread += own if looked_up else 0.0
         share = moe.top_k / moe.num_experts if moe is not None and "experts" in names else 1.0
-        active += 0.0 if looked_up else share * own / kept
+        active += 0.0 if looked_up else share * own / retained
     return whole, whole - unread, active
 
 
@@ -239,11 +239,11 @@ def lines(found: Sequence[Serving], model: Model, slice_: Slice, name: str) -> I
     )
     yield ""
     yield f"  {'mesh':22}{'cache':>10}{'length':>9}{'slots':>7}{'GiB':>8}{'step ms':>9}{'tokens/s':>10}   predicted"
-    for one in found:
-        fits = "" if one.fits else "   does not fit"
+    for item in found:
+        fits = "" if item.fits else "   does not fit"
         yield (
-            f"  {one.mesh:22}{one.engine.cache_dtype:>10}{one.engine.length:>9}{one.slots:>7}{one.bytes / GIB:>8.2f}"
-            f"{1e3 * one.step_s:>9.2f}{one.tokens_per_s:>10,.0f}{fits}"
+            f"  {item.mesh:22}{item.engine.cache_dtype:>10}{item.engine.length:>9}{item.slots:>7}{item.bytes / GIB:>8.2f}"
+            f"{1e3 * item.step_s:>9.2f}{item.tokens_per_s:>10,.0f}{fits}"
         )
 
 

@@ -53,10 +53,10 @@ def offers(
     weighed = [slice_ for kind in kinds for slice_ in slices.sizes(kind) if slice_.chips <= _MOST_CHIPS]
     # Numbers of chips that are not powers of two divide few models.
     weighed = [slice_ for slice_ in weighed if not slice_.devices & (slice_.devices - 1)]
-    found: list[Offer] = []
+    result: list[Offer] = []
     error_of_largest: UserError | None = None  # unless the largest slice has a mesh
     for slice_ in sorted(weighed, key=lambda slice_: (slice_.chips, slice_.name)):
-        if found and slice_.chips > found[-1].slice_.chips and _enough(found, args):
+        if result and slice_.chips > result[-1].slice_.chips and _enough(result, args):
             break
         status(slice_.name)
         try:
@@ -66,10 +66,10 @@ def offers(
             continue
         error_of_largest = None
         if ranked[0].fits:
-            found.append(Offer(slice_, ranked))
-    if not found and error_of_largest is not None:
+            result.append(Offer(slice_, ranked))
+    if not result and error_of_largest is not None:
         raise error_of_largest
-    return found
+    return result
 
 
 def _enough(found: Sequence[Offer], args: argparse.Namespace) -> bool:
@@ -110,7 +110,7 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
                 f"no slice trains {args.tokens:.3g} tokens in {args.max_days:g} days: the fastest takes {quickest:.1f} "
                 "(predicted); allow more days, or plan for several: --slice=4xv5e-256 without --goal and --max_days"
             )
-    return min(priced, key=lambda one: one[0])[1]
+    return min(priced, key=lambda item: item[0])[1]
 
 
 def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:

@@ -165,18 +165,18 @@ def _shown(metrics: Metrics, state: Nodes) -> dict[str, jax.Array]:
     """The metrics of each node, and of the last round."""
     verdict = state.verdict
     asked = len(verdict.accepted) if verdict.drawn is None else jnp.sum(verdict.drawn)
-    found: dict[str, Any] = {"consensus_score": jnp.sum(verdict.accepted) / asked, "failed_rounds": verdict.failures}
-    found["spare_faults"] = verdict.spare_faults
+    result: dict[str, Any] = {"consensus_score": jnp.sum(verdict.accepted) / asked, "failed_rounds": verdict.failures}
+    result["spare_faults"] = verdict.spare_faults
     columns = {"loss": metrics["loss"], "quality": verdict.quality, "distance": verdict.distances}
     columns |= {"accepted": verdict.accepted}
     if verdict.approved is not None:
-        found["votes"], columns["vote"] = jnp.sum(verdict.approved), verdict.approved
+        result["votes"], columns["vote"] = jnp.sum(verdict.approved), verdict.approved
     if verdict.drawn is not None:
         columns["drawn"] = verdict.drawn
     if verdict.weights is not None:
         columns["weight"] = verdict.weights
     if state.soup_size is not None:
-        found["soup_size"] = state.soup_size
+        result["soup_size"] = state.soup_size
     for name, values in columns.items():
-        found |= {f"node_{n}/{name}": values[n] for n in range(len(values))}
-    return {name: value.astype(jnp.float32) for name, value in found.items()}
+        result |= {f"node_{n}/{name}": values[n] for n in range(len(values))}
+    return {name: value.astype(jnp.float32) for name, value in result.items()}

@@ -73,8 +73,8 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
 
         plausible = finite & _is_plausible(_judged(nodes, models, batch, counted), finite)
         starts = [_mean_of(finite), _mean_of(plausible)]
-        found = [_Search(start, *measured(start), jnp.float32(1), jnp.int32(0), jnp.bool_(False)) for start in starts]
-        best = jax.tree.map(lambda *x: jnp.where(_less(found[1].value, found[0].value), x[1], x[0]), *found)
+        result = [_Search(start, *measured(start), jnp.float32(1), jnp.int32(0), jnp.bool_(False)) for start in starts]
+        best = jax.tree.map(lambda *x: jnp.where(_less(result[1].value, result[0].value), x[1], x[0]), *result)
         best = jax.lax.while_loop(
             lambda now: ~now.ended & (now.made < config.max_iterations),
             lambda now: _next(now, measured, config.tolerance),
@@ -102,8 +102,8 @@ def _next(now: _Search, measured: Callable[[jax.Array], tuple[jax.Array, jax.Arr
     is_better = _less(value, now.value)
     taken = _Search(weights, value, gradient, now.step * _GROW, now.made + 1, ~(now.value - value > tolerance))
     step = now.step * _SHRINK
-    kept = now._replace(step=step, made=now.made + 1, ended=(step < _SMALLEST) | ~jnp.isfinite(now.value))
-    return jax.tree.map(lambda a, b: jnp.where(is_better, a, b), taken, kept)
+    retained = now._replace(step=step, made=now.made + 1, ended=(step < _SMALLEST) | ~jnp.isfinite(now.value))
+    return jax.tree.map(lambda a, b: jnp.where(is_better, a, b), taken, retained)
 
 
 def counted_rows(nodes: NodesPrograms, model: Params, batch: Batch, count: int) -> jax.Array:
@@ -126,8 +126,8 @@ def _judged(nodes: NodesPrograms, models: Params, batch: Batch, counted: jax.Arr
     # The lower median of those who count: an interpolated one would mix infinity in.
     ordered = jnp.sort(jnp.where(known, losses, jnp.nan), axis=0)  # NaN comes last
     middle = jnp.maximum((jnp.sum(known, axis=0) - 1) // 2, 0)
-    found = jnp.take_along_axis(ordered, middle[None], axis=0)[0]
-    return jnp.where(jnp.isnan(found), jnp.inf, found)
+    result = jnp.take_along_axis(ordered, middle[None], axis=0)[0]
+    return jnp.where(jnp.isnan(result), jnp.inf, result)
 
 
 def _is_plausible(losses: jax.Array, finite: jax.Array) -> jax.Array:
@@ -138,8 +138,8 @@ def _is_plausible(losses: jax.Array, finite: jax.Array) -> jax.Array:
 
 
 def _finite_nodes(models: Params) -> jax.Array:
-    found = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(models)]
-    return jnp.all(jnp.stack(found), axis=0)
+    result = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in jax.tree.leaves(models)]
+    return jnp.all(jnp.stack(result), axis=0)
 
 
 def _mean_of(chosen: jax.Array) -> jax.Array:

@@ -35,15 +35,15 @@ def fragments(params: Params, count: int) -> list[list[int]]:
         raise UserError(
             f"ConsensusConfig.fragments is {count}, must be at most the {len(sizes)} arrays of the model: try {fitting}"
         )
-    found: list[list[int]] = [[] for _ in range(count)]
+    result: list[list[int]] = [[] for _ in range(count)]
     done, at = 0, 0
     for index, size in enumerate(sizes):
         left, rest = len(sizes) - index, count - at - 1
-        is_full = found[at] and (done + size / 2 > (at + 1) * sum(sizes) / count or left <= rest)
+        is_full = result[at] and (done + size / 2 > (at + 1) * sum(sizes) / count or left <= rest)
         at += bool(is_full and rest)
-        found[at].append(index)
+        result[at].append(index)
         done += size
-    return found
+    return result
 
 
 def parts_of(tree: PyTree, where: Sequence[Sequence[int]]) -> list[list[Any]]:
@@ -80,10 +80,10 @@ def meeting_in_turn(
             part, _, new = meet_one(parts_of(agreed, where)[turn], None, own, number, batch)
             good = new.verdict.accepted if new.verdict.drawn is None else new.verdict.accepted | ~new.verdict.drawn
             # A node that is masked continues from the agreed model, all of it: one bad fragment spoils the others in a step.
-            kept = jax.tree.map(lambda x, start: jnp.where(along(good, x), x, start), state.params, agreed)
+            retained = jax.tree.map(lambda x, start: jnp.where(along(good, x), x, start), state.params, agreed)
             together = dataclasses.replace(
                 new,
-                params=_with(kept, where[turn], new.params),
+                params=_with(retained, where[turn], new.params),
                 outer=tuple(new.outer if at == turn else outer for at, outer in enumerate(state.outer)),
                 lost=None if state.lost is None else _with(state.lost, where[turn], jax.tree.leaves(new.lost)),
             )

@@ -28,14 +28,14 @@ def combining(merges: Mapping[str, tuple[float, Combine]], standing: Sequence[St
     used = [(share, merge) for share, merge in merges.values() if share > 0]
 
     def combine(sent: Params, agreed: Params, key: jax.Array | None) -> tuple[Params, Report]:
-        made, is_masked, left = [], jnp.zeros(len(jax.tree.leaves(sent)[0]), bool), sent
+        created, is_masked, left = [], jnp.zeros(len(jax.tree.leaves(sent)[0]), bool), sent
         for share, merge in used:
             model, report = merge(left, agreed, key)
-            made.append((share, model, report))
+            created.append((share, model, report))
             is_masked |= report.is_masked
             # What is not finite has no part in the next merge.
             left = jax.tree.map(lambda x, masked=is_masked: jnp.where(along(~masked, x), x, jnp.nan), left)
-        parts = [(jnp.float32(share), model) for share, model, _ in made] + list(standing)
+        parts = [(jnp.float32(share), model) for share, model, _ in created] + list(standing)
         total = sum(share for share, _ in parts)
 
         def mean(like: jax.Array, *models: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ def combining(merges: Mapping[str, tuple[float, Combine]], standing: Sequence[St
             return (sums / total).astype(like.dtype)
 
         mixed = jax.tree.map(mean, agreed, *(model for _, model in parts))
-        reports = [report for *_, report in made]
+        reports = [report for *_, report in created]
         return mixed, Report(
             is_masked=is_masked,
             spare_faults=reports[-1].spare_faults,

@@ -97,8 +97,8 @@ def meeting(
         failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
         approved, weights = new.approved if config.votes else None, new.weights if config.merges else None
         # What was lost of a gradient that had no effect would be added to one that has.
-        kept = new.accepted & new.succeeds
-        lost = jax.tree.map(lambda x: jnp.where(along(kept, x), x, 0.0), lost)
+        retained = new.accepted & new.succeeds
+        lost = jax.tree.map(lambda x: jnp.where(along(retained, x), x, 0.0), lost)
         spare_faults = new.spare_faults
         if drawn is not None:
             lost = jax.tree.map(lambda x, before: jnp.where(along(drawn, x), x, before), lost, state.lost)

@@ -127,7 +127,7 @@ class TeacherBatches(BatchProvider):
         prompts = [Prompt(first + row, 0, ids) for row, ids in _prompts(rows)]
         everyone = {row: Prompt(row, 0, ids) for part in hosts.gathered(prompts) for row, _, ids in part}
         length = self._run.dataset.length
-        asked = [one for one in everyone.values() if len(one.ids) < length]
+        asked = [item for item in everyone.values() if len(item.ids) < length]
 
         def samplings(row: int) -> list[Sampling]:
             most = min(self._options.sampling.max_new_tokens, length - len(everyone[row].ids))
@@ -136,10 +136,10 @@ class TeacherBatches(BatchProvider):
 
         streams = generator.streams(asked, samplings, f"answers for step {step}")
         answers: dict[int, list[int]] = {}
-        mine = lambda: [(one.row, tokens_of(streams[one.row][0].result())[0]) for one in hosts.share(asked)]  # noqa: E731
+        mine = lambda: [(item.row, tokens_of(streams[item.row][0].result())[0]) for item in hosts.share(asked)]  # noqa: E731
         for part in hosts.each(mine):
             answers |= dict(part)
-        drawn = [(one.row - first, answers[one.row]) for one in prompts if one.row in answers]
+        drawn = [(prompt.row - first, answers[prompt.row]) for prompt in prompts if prompt.row in answers]
         texts = [(everyone[first + row].ids, answer) for row, answer in drawn]
         at, given = [row for row, _ in drawn], {name: value.copy() for name, value in rows.items()}
         for name, value in answer_rows(texts, self._run.dataset).items():

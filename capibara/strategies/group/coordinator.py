@@ -273,10 +273,10 @@ class _Coordination:
         config = self._config
         model = arrays.from_bytes(self._exchange.read_model(agreed))
         outer = _stored_outer(self._exchange, agreed, config.outer, model)
-        reports = [one for one in self._exchange.reports() if 0 < one["round"] <= agreed.round_]
-        norms = [float(about.get("norm", 0.0)) for one in reports for about in one["accepted"].values()]
+        reports = [item for item in self._exchange.reports() if 0 < item["round"] <= agreed.round_]
+        norms = [float(about.get("norm", 0.0)) for report in reports for about in report["accepted"].values()]
         if config.nodes is None:
-            accepted = {*agreed.accepted.split(","), *(name for one in reports for name in one["accepted"])}
+            accepted = {*agreed.accepted.split(","), *(name for report in reports for name in report["accepted"])}
             self._names |= {name for name in accepted if is_node(name)}
         waited = set(agreed.accepted.split(",")) - {""}
         self._every = agreed.every
@@ -372,19 +372,22 @@ class _Coordination:
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
             report["epsilon"] = config.privacy.epsilon(number)
-        found = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected)
-        accepted = [name for name, has_part in zip(names, np.asarray(found.accepted), strict=True) if has_part]
-        report["score"] = float(found.score)
+        result = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected)
+        accepted = [name for name, has_part in zip(names, np.asarray(result.accepted), strict=True) if has_part]
+        report["score"] = float(result.score)
         for at, name in enumerate(names):
             if name not in accepted:
                 without[name] = _reason(updates[name], float(quality[at]), config.quality_threshold)
-        if not bool(found.succeeds):
+        if not bool(result.succeeds):
             words = f"consensus score {report['score']:.2f}, must be at least {config.consensus_threshold:g}"
             return self._failed(standing, number, report, words)
         if len(accepted) < config.needed:
             words = f"{len(accepted)} nodes have a part, must be at least the quorum ({config.needed})"
             return self._failed(standing, number, report, words)
-        model, outer = {key: np.asarray(value, np.float32) for key, value in found.params.items()}, _leaves(found.outer)
+        model, outer = (
+            {key: np.asarray(value, np.float32) for key, value in result.params.items()},
+            _leaves(result.outer),
+        )
         agreed = _written(self._exchange, number, self._every, model, outer, accepted)
         if self._election is not None:
             left_s = config.consensus_timeout_s - (time.monotonic() - begin_s)
@@ -392,11 +395,11 @@ class _Coordination:
                 self._exchange.discard(agreed)
                 return self._failed(standing, number, report, refusal)
         report["accepted"] = {
-            name: _about(updates[name], found.distances[at], quality[at])
+            name: _about(updates[name], result.distances[at], quality[at])
             for at, name in enumerate(names)
             if name in accepted
         }
-        report["succeeded"], report["spare_faults"] = True, int(found.spare_faults)
+        report["succeeded"], report["spare_faults"] = True, int(result.spare_faults)
         standing.norms += [updates[name].norm for name in accepted]
         standing.waited, standing.failures = set(accepted), 0
         standing.agreed, standing.model, standing.outer = agreed, model, outer
@@ -435,16 +438,16 @@ def _written(
 
 def _is_awaited(exchange: Exchange, names: set[str], round_: int) -> bool:
     """Whether one of these nodes has gone on from a round's model, though it may have had no part in that round."""
-    return any((found := exchange.presence(name)) and found.round_ == round_ for name in names)
+    return any((result := exchange.presence(name)) and result.round_ == round_ for name in names)
 
 
 def _alike(updates: Mapping[str, Update]) -> list[str]:
     """The largest group of nodes with the same weights and steps of a round."""
-    found: dict[tuple[str, int], list[str]] = {}
+    result: dict[tuple[str, int], list[str]] = {}
     for name, update in updates.items():
         digest = hashing.hash_of(arrays.to_bytes(update.arrays))
-        found.setdefault((digest, update.every), []).append(name)
-    return max(found.values(), key=len, default=[])
+        result.setdefault((digest, update.every), []).append(name)
+    return max(result.values(), key=len, default=[])
 
 
 def _quality(updates: Sequence[Update]) -> jax.Array:
@@ -494,14 +497,14 @@ def _private(combine: Combine, privacy: Privacy, nodes: int) -> Combine:
 def _stored_outer(exchange: Exchange, agreed: Agreed, outer: OuterOptimizer, model: Arrays) -> list[np.ndarray]:
     """The leaves of the outer optimizer's state in the exchange; raises UserError if it is another one's."""
     stored = exchange.read_outer(agreed, 3 * arrays.most_bytes(arrays.shapes_of(model)))
-    found = [array for _, array in sorted(arrays.from_bytes(stored).items())]
+    result = [array for _, array in sorted(arrays.from_bytes(stored).items())]
     wanted = [x.shape for x in jax.tree.leaves(jax.eval_shape(outer.init, dict(model)))]
-    if [x.shape for x in found] != wanted:
+    if [x.shape for x in result] != wanted:
         raise UserError(
             f"the state in {exchange} is that of another Coordinator.outer than {type(outer).__name__} with these options: "
             "restore it, or name another exchange"
         )
-    return found
+    return result
 
 
 def _unflattened(outer: OuterOptimizer, standing: _Standing) -> PyTree:

@@ -152,12 +152,12 @@ class Exchange:
         try:
             if not (data := self.small(name)):
                 return None
-            found = Agreed(**fields_of(data, Agreed))
-            if not (found.round_ >= 0 and re.fullmatch(r"rounds/\d{6,9}/model\.safetensors", found.model)):
+            result = Agreed(**fields_of(data, Agreed))
+            if not (result.round_ >= 0 and re.fullmatch(r"rounds/\d{6,9}/model\.safetensors", result.model)):
                 raise ValueError("round or model")
         except (ValueError, OverflowError, OSError, limits.Refused) as error:
             raise UserError(f"{self._folder / name} is no record of a group ({limits.cause(error)})") from error
-        return found
+        return result
 
     def read_model(self, agreed: Agreed) -> bytes:
         """The content of an agreed model's file.
@@ -196,8 +196,8 @@ class Exchange:
     def tidy(self, agreed: Agreed) -> None:
         """Removes updates and models of earlier rounds that nobody needs any more."""
         for name in self._store.list(self._folder):
-            found = re.match(r"rounds/(\d+)/(?!report\.json$)", name)
-            is_old = found is not None and int(found[1]) <= agreed.round_ - _KEPT
+            result = re.match(r"rounds/(\d+)/(?!report\.json$)", name)
+            is_old = result is not None and int(result[1]) <= agreed.round_ - _KEPT
             is_partial = name.startswith(f"{AGREED}.") and name.endswith(PARTIAL)  # of a coordinator that was killed
             if is_partial or (is_old and not name.startswith(agreed.model.rpartition("/")[0])):
                 self._store.remove(self._folder / name)
@@ -258,15 +258,15 @@ class Exchange:
         path = self._folder / round_folder(round_) / "updates" / f"{node}.json"
         try:
             data, _ = self._store.read_version(path, limits.SMALL_BYTES)
-            found = Note(**fields_of(data, Note))
-            found = dataclasses.replace(found, loss=float(found.loss), tokens=float(found.tokens))
+            result = Note(**fields_of(data, Note))
+            result = dataclasses.replace(result, loss=float(result.loss), tokens=float(result.tokens))
         except (ValueError, OverflowError, OSError, limits.Refused) as error:
             raise UserError(f"its note is not one ({limits.cause(error)})") from error
-        if found.size < 0 or not 0 <= found.tokens <= _MOST_TOKENS:
+        if result.size < 0 or not 0 <= result.tokens <= _MOST_TOKENS:
             raise UserError(
-                f"its note has size {found.size} and tokens {found.tokens:g}, must be from 0, and at most {_MOST_TOKENS:g} tokens"
+                f"its note has size {result.size} and tokens {result.tokens:g}, must be from 0, and at most {_MOST_TOKENS:g} tokens"
             )
-        return found
+        return result
 
     def update(self, round_: int, node: str, note: Note, most: int) -> bytes:
         """The content of a node's update.
@@ -314,16 +314,16 @@ def as_json(record: Agreed | Ballot | Note | Presence) -> bytes:
 
 def fields_of(data: bytes, kind: type[Agreed] | type[Ballot] | type[Note] | type[Presence]) -> dict[str, Any]:
     """The fields of a record; raises ValueError if one is missing, unknown or has another type."""
-    found = limits.parse_json(data, finite=False)
+    result = limits.parse_json(data, finite=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    if not isinstance(found, dict) or not found.keys() <= fields.keys():
+    if not isinstance(result, dict) or not result.keys() <= fields.keys():
         raise ValueError("other fields")
     for name, field in fields.items():
-        if name not in found:
+        if name not in result:
             if field.default is dataclasses.MISSING:
                 raise ValueError(f"{name} is missing")
             continue
         kinds: tuple[type, ...] = {"int": (int,), "str": (str,), "float": (int, float)}[str(field.type)]
-        if not isinstance(found[name], kinds) or isinstance(found[name], bool):
-            raise ValueError(f"{name} is {limits.shortened(found[name])}")
-    return found
+        if not isinstance(result[name], kinds) or isinstance(result[name], bool):
+            raise ValueError(f"{name} is {limits.shortened(result[name])}")
+    return result

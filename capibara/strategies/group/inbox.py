@@ -93,8 +93,8 @@ class Inbox:
     def _read(self, name: str, note: Note) -> Update:
         if note.every != self._every and self._every:
             raise UserError(f"its rounds have {note.every} steps, the group's {self._every}: set GroupNode.every")
-        found = arrays.from_bytes(self._exchange.update(self.round_, name, note, self._most))
-        model = self._decoded(found, note)
+        result = arrays.from_bytes(self._exchange.update(self.round_, name, note, self._most))
+        model = self._decoded(result, note)
         return Update(model, self._norm(model), note.loss, note.tokens, note.size, note.every)
 
     def _decoded(self, found: Arrays, note: Note) -> dict[str, np.ndarray]:

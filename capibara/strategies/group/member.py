@@ -136,8 +136,8 @@ class GroupMember(Member):
 
     def _arrive(self, round_: int) -> None:
         """Writes from which round's model this node goes on; raises UserError if another run has its name."""
-        found = self._exchange.presence(self._node.name)
-        if self._has_arrived and found is not None and found.run != self._run:
+        result = self._exchange.presence(self._node.name)
+        if self._has_arrived and result is not None and result.run != self._run:
             raise UserError(f"GroupNode.name is {self._node.name!r}, and another run has that name: give each its own")
         self._exchange.arrive(self._node.name, Presence(round_, self._run))
         self._has_arrived = True
@@ -157,8 +157,8 @@ class GroupMember(Member):
                     raise
             return None if self._seen is None else dataclasses.asdict(self._seen)
 
-        found = hosts.of_first(look)
-        agreed = None if found is None else Agreed(**found)
+        result = hosts.of_first(look)
+        agreed = None if result is None else Agreed(**result)
         if agreed is not None and agreed.status not in ("running", "finished"):
             raise UserError(f"the group in {self._exchange} has ended: {agreed.status}")
         return agreed
@@ -191,13 +191,13 @@ class GroupMember(Member):
 
     def _whole(self, params: Params) -> dict[str, np.ndarray]:
         """The parameters on process 0 by name, float32; on others nothing. No device ever holds more than one whole."""
-        found = {}
+        result = {}
         for name, leaf in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
             if jax.process_count() > 1:
                 leaf = replicating(self._mesh)(leaf)
             if jax.process_index() == 0:
-                found[name] = np.asarray(leaf, np.float32)
-        return found
+                result[name] = np.asarray(leaf, np.float32)
+        return result
 
     def _packed(self, own: dict[str, np.ndarray], agreed: Agreed | None) -> tuple[Packed, dict[str, np.ndarray] | None]:
         """What is sent, and what that loses."""

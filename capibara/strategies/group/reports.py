@@ -30,8 +30,8 @@ def newest(exchange: epath.Path, count: int) -> list[dict[str, Any]]:
     """
     store = stores.of(exchange)
     names = [name for name in _files(exchange)[-count:] if not store.is_link(exchange / name)]
-    found = _read(exchange, names, _FOREIGN_BYTES, _FOREIGN_VALUES)
-    return [{name: value for name, value in report.items() if name in _KEPT} for report in found]
+    result = _read(exchange, names, _FOREIGN_BYTES, _FOREIGN_VALUES)
+    return [{name: value for name, value in report.items() if name in _KEPT} for report in result]
 
 
 def _files(exchange: epath.Path) -> list[str]:
@@ -40,16 +40,16 @@ def _files(exchange: epath.Path) -> list[str]:
         listed = stores.of(exchange).list(exchange / "rounds")
     except FileNotFoundError:
         return []
-    found = sorted(filter(_FILE.fullmatch, listed), key=lambda name: int(name.split("/")[0]))
-    return [f"rounds/{name}" for name in found]
+    result = sorted(filter(_FILE.fullmatch, listed), key=lambda name: int(name.split("/")[0]))
+    return [f"rounds/{name}" for name in result]
 
 
 def _read(exchange: epath.Path, names: Iterable[str], most: int, values: int) -> list[dict[str, Any]]:
-    found = []
+    result = []
     for name in names:
         with contextlib.suppress(OSError, ValueError, limits.Refused):
             report = limits.parse_json(stores.of(exchange).read(exchange / name, most), values=values)
             if isinstance(report, dict) and {"round", "accepted", "without"} <= report.keys():
                 if type(report["round"]) is int and 0 <= report["round"] < _MOST_ROUNDS:
-                    found.append(report)
-    return found
+                    result.append(report)
+    return result

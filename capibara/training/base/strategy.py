@@ -151,8 +151,8 @@ def of_all(metrics: Metrics) -> dict[str, jax.Array]:
     used = jnp.any(finite)
     weight = jnp.where(used, jnp.where(finite, weight_of(metrics), 0.0), 1.0)
     share = weight / jnp.maximum(jnp.sum(weight), 1.0)
-    found = {name: jnp.sum(jnp.where(weight > 0, values, 0.0) * share) for name, values in metrics.items()}
+    result = {name: jnp.sum(jnp.where(weight > 0, values, 0.0) * share) for name, values in metrics.items()}
     counts = {name: metrics[name] for name in ("tokens", "pairs") if name in metrics}
-    found |= {name: jnp.sum(jnp.where(jnp.isfinite(values), values, 0.0)) for name, values in counts.items()}
-    found["loss"] = jnp.where(used, found["loss"], jnp.nan)
-    return found | ({"skipped": jnp.min(metrics["skipped"])} if "skipped" in metrics else {})
+    result |= {name: jnp.sum(jnp.where(jnp.isfinite(values), values, 0.0)) for name, values in counts.items()}
+    result["loss"] = jnp.where(used, result["loss"], jnp.nan)
+    return result | ({"skipped": jnp.min(metrics["skipped"])} if "skipped" in metrics else {})

@@ -109,11 +109,11 @@ class Nodes(Method):
         """The nodes take the models in turn."""
         if not loads:
             return state
-        begun, nodes = self.begun(shardings), state.opt_state
+        started, nodes = self.begun(shardings), state.opt_state
         for index, load in enumerate(loads):
             params = load()
             for node in range(index, plan.node, len(loads)):
-                nodes = begun(nodes, jnp.int32(node), params)
+                nodes = started(nodes, jnp.int32(node), params)
             del params  # before the next one comes
         return dataclasses.replace(state, opt_state=nodes)
 
@@ -171,8 +171,8 @@ def make_node_loss(model: Model, plan: Plan, mesh: Mesh, objective: Objective | 
 
     def sums(trained: Params, frozen: Params, batch: Batch) -> jax.Array:
         with sharding.activate(mesh, plan.rules, pipeline):
-            found = accumulate(lambda p, micro: ((), loss_of(p, frozen, micro)[1]), trained, batch, plan.micro_batches)
-        return found[1]
+            result = accumulate(lambda p, micro: ((), loss_of(p, frozen, micro)[1]), trained, batch, plan.micro_batches)
+        return result[1]
 
     def gradient(trained: Params, frozen: Params, batch: Batch) -> tuple[Params, jax.Array]:
         grad = jax.grad(lambda p, micro: loss_of(p, frozen, micro), has_aux=True)
@@ -203,8 +203,8 @@ def make_nodes_step(
     nodes, everywhere = PartitionSpec(sharding.NODE_AXIS), PartitionSpec()
 
     def on_node(trained: Params, opt_state: PyTree, frozen: Params, number: jax.Array, batch: Batch) -> PyTree:
-        one, opt_state = jax.tree.map(lambda x: x[0], (trained, opt_state))
-        new, metrics = step(TrainState(number, tree.joined(one, frozen), opt_state, None), batch)
+        item, opt_state = jax.tree.map(lambda x: x[0], (trained, opt_state))
+        new, metrics = step(TrainState(number, tree.joined(item, frozen), opt_state, None), batch)
         return jax.tree.map(lambda x: x[None], (model.trained(new.params), new.opt_state, metrics))
 
     def of_node(call: Callable[..., PyTree]) -> Callable[[Params, Params, Batch], PyTree]:
@@ -227,8 +227,8 @@ def make_nodes_step(
             loss=lambda trained, batch: nodes_loss(trained, frozen, batch),
             gradient=lambda trained, batch: nodes_gradient(trained, frozen, batch),
         )
-        made = strategy.step(programs, mesh, model.trained(of_params))
-        new = made(state.step, model.trained(state.params), state.ema, state.opt_state, dict(batch))
+        created = strategy.step(programs, mesh, model.trained(of_params))
+        new = created(state.step, model.trained(state.params), state.ema, state.opt_state, dict(batch))
         return TrainState(state.step + 1, tree.joined(new.params, frozen), new.state, new.average), new.metrics
 
     return run

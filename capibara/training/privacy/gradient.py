@@ -90,13 +90,13 @@ def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy:
         documents = {name: value for name, value in batch.items() if name != NOISE_KEY}
         count = documents["targets"].shape[0]
         with sharding.activate(mesh, inner, apart=rows):
-            found = summed(trained, frozen, documents, step)
+            result = summed(trained, frozen, documents, step)
         secret = jax.random.wrap_key_data(batch[NOISE_KEY], impl="threefry2x32")
         with jax.named_scope("noise"):
-            grads = _noisy(found.grads, privacy, count, jax.random.fold_in(secret, step))
+            grads = _noisy(result.grads, privacy, count, jax.random.fold_in(secret, step))
         grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, trained)
-        metrics = {"clipped_share": found.clipped / count, "broken_rows": found.broken}
-        return grads, found.sums, found.stats, metrics
+        metrics = {"clipped_share": result.clipped / count, "broken_rows": result.broken}
+        return grads, result.sums, result.stats, metrics
 
     return gradient
 

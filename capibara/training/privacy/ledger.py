@@ -34,18 +34,18 @@ class Ledger:
         Raises:
           UserError: the budget does not allow the first pass, or the documents do not suit the promise.
         """
-        found = dataset.documents("train")
-        if isinstance(found, Blocks):
+        result = dataset.documents("train")
+        if isinstance(result, Blocks):
             raise UserError(
                 "Trainer.privacy needs documents with random access, and Dataset.source reads its shards block by block: take "
                 "another source, such as @JsonlSource()"
             )
-        if len(found) < rows:
+        if len(result) < rows:
             raise UserError(
-                f"Dataset.source has {len(found)} documents, must have at least one for each of the {rows} rows of a batch "
+                f"Dataset.source has {len(result)} documents, must have at least one for each of the {rows} rows of a batch "
                 f"(Plan.batch_size) with Trainer.privacy: lower Plan.batch_size"
             )
-        ledger = cls(privacy, len(found), rows)
+        ledger = cls(privacy, len(result), rows)
         ledger.check_resumed(0)  # the budget allows the first pass
         return ledger
 

@@ -48,14 +48,14 @@ class LineageFile(Callback):
 def _inputs(model_dir: str) -> list[Dataset]:
     """The data that the newest checkpoint of a run has seen; empty: there is none, or it is encrypted."""
     newest = chain.newest_step(model_dir)
-    found = [] if newest is None else chain.datasets_of(newest[1])
+    result = [] if newest is None else chain.datasets_of(newest[1])
     return [
         Dataset(
-            path=os.fspath(one["path"]),
-            version=one.get("fingerprint") or one.get("sha256"),
-            bytes=one.get("bytes"),
-            files=one.get("files", 1),
+            path=os.fspath(item["path"]),
+            version=item.get("fingerprint") or item.get("sha256"),
+            bytes=item.get("bytes"),
+            files=item.get("files", 1),
         )
-        for one in found
-        if "path" in one
+        for item in result
+        if "path" in item
     ]

@@ -47,9 +47,9 @@ def keep(trainer: RunOptions, reader: object) -> None:
     """
     if trainer.init_from is None or tokenizer_files.MODEL_FILE in read(trainer.model_dir):
         return
-    found = reader.origin if isinstance(reader, Described) else read(trainer.init_from) if reader is None else {}
-    if found:
-        write(trainer.model_dir, found)
+    result = reader.origin if isinstance(reader, Described) else read(trainer.init_from) if reader is None else {}
+    if result:
+        write(trainer.model_dir, result)
 
 
 def write(model_dir: str, files: Mapping[str, bytes]) -> None:

@@ -143,15 +143,15 @@ def _read(path: epath.Path) -> bytes | None:
 def _paths(model_dir: str) -> dict[str, str]:
     path = os.path.join(model_dir, PATHS)
     try:
-        found = json.loads(outputs.read(path) or "{}")
-        if not isinstance(found, dict) or not all(isinstance(place, str) for place in found.values()):
+        result = json.loads(outputs.read(path) or "{}")
+        if not isinstance(result, dict) or not all(isinstance(place, str) for place in result.values()):
             raise ValueError("it is no object of paths")
-        for place in found.values():
+        for place in result.values():
             if os.path.isabs(place) or ".." in place.split("/"):
                 raise ValueError(f"{place!r} leads out of the folder")
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): copy the run folder again, or remove that file") from None
-    return found
+    return result
 
 
 def _local(model_dir: str, place: str) -> str:

@@ -106,21 +106,21 @@ def load(
     model = api.build(trainer.model)
     target = with_shardings(model.abstract_params, placed(trainer.plan, model))
     with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
-        found = _found(checkpoints, folder, target, step, average is not False)
-        if found is None:
+        result = _found(checkpoints, folder, target, step, average is not False)
+        if result is None:
             raise UserError(f"{folder} holds no checkpoint yet: train it first")
-        step, params = found
+        step, params = result
         if checkpoints.corrupted:
             newest = max(checkpoints.corrupted)
             logging.getLogger(__name__).warning(
                 "%s: step %d is used, not step %d: %s", folder, step, newest, checkpoints.corrupted[newest]
             )
-        kept = any(path.startswith("ema/") for path in checkpoints.restore_progress(step).shapes)
-    if average and not kept:
+        retained = any(path.startswith("ema/") for path in checkpoints.restore_progress(step).shapes)
+    if average and not retained:
         raise UserError(f"{folder} keeps no average of its parameters (Trainer.ema_decay is not set): take them raw")
     if merge and model.config.lora:
         params = merger(model, with_shardings(model.plain.abstract_params, placed(trainer.plan, model.plain)))(params)
-    return TrainedRun(trainer, model.plain if merge else model, params, step, kept and average is not False)
+    return TrainedRun(trainer, model.plain if merge else model, params, step, retained and average is not False)
 
 
 def described(folder: str, trainer: RunOptions) -> TrainedRun:
@@ -169,10 +169,10 @@ def newest_params(folder: str, target: Params, how: Checkpointing) -> Params:
       UserError: it has no checkpoint, or one of another model.
     """
     with CheckpointReader(folder, how) as checkpoints:
-        found = checkpoints.newest_params(target)
-    if found is None:
+        result = checkpoints.newest_params(target)
+    if result is None:
         raise UserError(no_checkpoint(folder))
-    return found[1]
+    return result[1]
 
 
 def no_checkpoint(folder: str) -> str:
@@ -186,10 +186,10 @@ def no_checkpoint(folder: str) -> str:
 def newest_state(folder: str, target: TrainState, how: Checkpointing) -> tuple[Restored, TrainState]:
     """The complete state of a run's newest valid step, for another run to continue; arguments as in `newest_params`."""
     with CheckpointReader(folder, how) as checkpoints:
-        found = checkpoints.restore(target)
-    if found is None:
+        result = checkpoints.restore(target)
+    if result is None:
         raise UserError(no_checkpoint(folder))
-    return found
+    return result
 
 
 def head(folder: str) -> api.Head:
@@ -231,14 +231,14 @@ def adapters(folder: str, how: Checkpointing) -> tuple[api.Lora, Params] | None:
     Raises:
       UserError: the folder was changed after its run wrote it, or has no checkpoint.
     """
-    found = lora(folder)
-    if found is None:
+    result = lora(folder)
+    if result is None:
         return None
     with CheckpointReader(folder, dataclasses.replace(how, cast=True)) as checkpoints:
-        values = checkpoints.newest_part(found.trains)
+        values = checkpoints.newest_part(result.trains)
     if values is None:
         raise UserError(f"{folder} holds no checkpoint yet: train it first")
-    return found, values
+    return result, values
 
 
 def merger(model: api.Model, target: Params, *, base: bool = False) -> Callable[[Params], Params]:
@@ -249,10 +249,10 @@ def merger(model: api.Model, target: Params, *, base: bool = False) -> Callable[
       target: jax.ShapeDtypeStructs with shardings of the parameters of the model without adapters.
       base: drop the adapters instead of merging them.
     """
-    made = model.base if base else model.merge
+    created = model.base if base else model.merge
 
     def merge(params: Params) -> Params:
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), made(params), target)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), created(params), target)
 
     return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 

@@ -33,8 +33,8 @@ def changes(model_dir: str, configuration: str) -> list[str]:
     path = os.path.join(model_dir, CONFIG)
     before = outputs.read(path) if jax.process_index() == 0 else None
     try:
-        found = [] if before is None else config.diff(before, configuration)
-        return [f"changed since the last start: {line}" for line in found]
+        result = [] if before is None else config.diff(before, configuration)
+        return [f"changed since the last start: {line}" for line in result]
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): move it, or set another MODEL_DIR") from error
 

@@ -84,9 +84,9 @@ def _line_of(message: str) -> str:
     A GPU's compiler that lacks memory to try kernels says so in lines after others, with or without the status.
     """
     lines = message.split("\n")
-    found = [line for line in lines if _MEMORY.search(line) and _AMOUNT.search(line)]
-    found += [line for line in lines if _OUT_OF_MEMORY.search(line)]
-    line, status = (found or lines)[0], _OUT_OF_MEMORY.search(message)
+    result = [line for line in lines if _MEMORY.search(line) and _AMOUNT.search(line)]
+    result += [line for line in lines if _OUT_OF_MEMORY.search(line)]
+    line, status = (result or lines)[0], _OUT_OF_MEMORY.search(message)
     if status is not None and (before := line.rfind(status[0])) >= 0:
         return line[before:]
     return line if status is None else f"{status[0]}: {line}"
@@ -115,14 +115,14 @@ def _more_accumulation(plan: Plan) -> int | None:
 
 def _allocations(message: str) -> list[str]:
     """The largest allocations that the compiler names."""
-    found = []
+    result = []
     if (begin := _ALLOCATIONS.search(message)) is not None:
         for part in _NUMBERED.split(message[begin.end() :])[1 : 1 + _NAMED]:
             if (size := _SIZE.search(part)) is not None:
                 operation = "an argument" if _ARGUMENT in part else _group(_OPERATION, part)
                 about = " of ".join(filter(None, (_group(_SHAPE, part), operation)))
-                found.append(f"{size[1].strip()}{f' {about}' if about else ''}")
-    return found
+                result.append(f"{size[1].strip()}{f' {about}' if about else ''}")
+    return result
 
 
 def _of_program(message: str, program: Callable[..., object] | None) -> list[str]:

@@ -19,8 +19,8 @@ _WITHOUT_MEMORY = frozenset(
 
 def name_of(text: str) -> str | None:
     """The name of a program, such as "jit_step"; None: the text is not that of a program."""
-    found = _MODULE.search(text)
-    return None if found is None else found[1]
+    result = _MODULE.search(text)
+    return None if result is None else result[1]
 
 
 def largest(text: str, most: int) -> list[str]:
@@ -42,9 +42,9 @@ def largest(text: str, most: int) -> list[str]:
                 name = _NAME.search(line)
                 for array in _ARRAY.finditer(operation["types"]):
                     sizes[array[0]] = _bytes(array)
-                    found = makers.setdefault(array[0], [])
-                    found.insert(0, name[1]) if name is not None else found.append(operation["code"])
-    return [_line(shape, sizes[shape], makers[shape]) for shape in sorted(sizes, key=lambda one: -sizes[one])[:most]]
+                    result = makers.setdefault(array[0], [])
+                    result.insert(0, name[1]) if name is not None else result.append(operation["code"])
+    return [_line(shape, sizes[shape], makers[shape]) for shape in sorted(sizes, key=lambda item: -sizes[item])[:most]]
 
 
 def _bytes(array: re.Match[str]) -> int:

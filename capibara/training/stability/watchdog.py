@@ -188,15 +188,15 @@ class Watchdog:
         phase, ends = self._phase_at_hand, "this run hangs and ends; start it again to resume"
         if phase is None:
             usual_s = statistics.median(self._times)
-            found = (
+            result = (
                 f"the devices have completed no step for {waited_s:.0f} s{after}, {usual_s:.2g} s are usual: {ends} "
                 "(Watch.factor, Watch.at_least_s)"
             )
         else:
-            found = f"{phase.what}{after} has made no progress for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
-        print(f"error: {found}", file=sys.stderr, flush=True)
+            result = f"{phase.what}{after} has made no progress for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
+        print(f"error: {result}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        peers.report(EXIT_HUNG, found)
+        peers.report(EXIT_HUNG, result)
         peers.exit_process(EXIT_HUNG)
 
 

@@ -201,16 +201,16 @@ def resolved(domains: Sequence[str | Domain]) -> tuple[Domain, ...]:
     Raises:
       UserError: a name is unknown, or two domains share one.
     """
-    found = []
-    for one in domains:
-        if isinstance(one, str) and one not in BUILT_IN:
+    result = []
+    for item in domains:
+        if isinstance(item, str) and item not in BUILT_IN:
             raise UserError(
-                f"RoutingSet.domains: {one!r} is no built-in domain{did_you_mean(one, BUILT_IN, 'built in')}: or define a "
+                f"RoutingSet.domains: {item!r} is no built-in domain{did_you_mean(item, BUILT_IN, 'built in')}: or define a "
                 "Domain with this name"
             )
-        found.append(BUILT_IN[one] if isinstance(one, str) else one)
+        result.append(BUILT_IN[item] if isinstance(item, str) else item)
     owners: dict[str, str] = {}
-    for domain in found:
+    for domain in result:
         for name in {name.lower() for name in (domain.name, *domain.names)}:
             if name in owners:
                 raise UserError(
@@ -218,4 +218,4 @@ def resolved(domains: Sequence[str | Domain]) -> tuple[Domain, ...]:
                     "remove it from one of Domain.names"
                 )
             owners[name] = domain.name
-    return tuple(found)
+    return tuple(result)

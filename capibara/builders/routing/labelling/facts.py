@@ -98,7 +98,7 @@ def _of_piece(piece: Piece, known: Collection[str]) -> Iterator[Code]:
     if piece.kind is PieceKind.CODE and (declared is None or is_language):
         yield _analysed(piece.text, declared, piece.confidence)
         return
-    fenced = [(found[2], found[3]) for found in _FENCED.finditer(piece.text)]
+    fenced = [(result[2], result[3]) for result in _FENCED.finditer(piece.text)]
     for name, text in fenced:
         if text.strip() and languages.canonical(name) not in ("text", "output", "plain"):
             yield _analysed(text, name or None, _FENCED_CONFIDENCE)
@@ -109,14 +109,14 @@ def _of_piece(piece: Piece, known: Collection[str]) -> Iterator[Code]:
 
 
 def _analysed(text: str, declared: str | None, most: float) -> Code:
-    found = languages.detect(text, declared)
-    name, confidence = found.name, min(found.confidence, most)
-    parsed = syntax.parse(found.code, name) if name is not None and len(found.code) <= _MOST_PARSED else None
+    result = languages.detect(text, declared)
+    name, confidence = result.name, min(result.confidence, most)
+    parsed = syntax.parse(result.code, name) if name is not None and len(result.code) <= _MOST_PARSED else None
     if parsed is None or parsed.error_share > _MOST_WRONG:
-        return Code(text=found.code, language=name, confidence=confidence)
+        return Code(text=result.code, language=name, confidence=confidence)
     used = patterns.extract(parsed)
     return Code(
-        text=found.code,
+        text=result.code,
         language=name,
         confidence=confidence,
         imports=frozenset(used.imports),

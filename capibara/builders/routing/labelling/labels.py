@@ -54,7 +54,7 @@ class Labels:
 
     def __init__(self, domains: Sequence[Domain]):
         self._domains = tuple(domains)
-        self._names = {name.lower(): one.name for one in domains for name in (one.name, *one.names)}
+        self._names = {name.lower(): domain.name for domain in domains for name in (domain.name, *domain.names)}
 
     def declared(self, name: str) -> str | None:
         """The domain that a record means by a name; None: none of them."""

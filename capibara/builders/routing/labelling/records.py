@@ -148,10 +148,10 @@ def _code(record: Mapping[str, Any]) -> Piece:
 
 
 def _earlier_imports(record: Mapping[str, Any]) -> frozenset[str]:
-    found = record.get("earlier_imports", [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+    result = record.get("earlier_imports", [])
+    if not isinstance(result, list) or not all(isinstance(item, str) for item in result):
         raise Malformed("earlier_imports must be a list of texts")
-    return frozenset(found)
+    return frozenset(result)
 
 
 def _prose(*texts: str | None) -> tuple[Piece, ...]:
@@ -172,8 +172,8 @@ def _error(record: Mapping[str, Any]) -> str | None:
 def _of_run(record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     """The source and the origins of an execution, or of a conversation about one: its session, else its file."""
     source, session = _text(record, "source"), _optional(record, "session")
-    found = _LINE.fullmatch(source)
-    name = found[1] if found else source
+    result = _LINE.fullmatch(source)
+    name = result[1] if result else source
     if session is not None:
         name = f"{name}#{session}"
     task = _optional(record, "task")
@@ -237,8 +237,8 @@ def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -
     bullets = record.get("bullets")
     kind = record.get("kind")
     outcome, attempts, imports = None, 0, frozenset[str]()
-    if isinstance(bullets, list) and bullets and all(isinstance(one, str) for one in bullets):
-        source, origins = f"bullet {bullets[0]}", tuple(f"bullet {one}" for one in bullets)
+    if isinstance(bullets, list) and bullets and all(isinstance(bullet, str) for bullet in bullets):
+        source, origins = f"bullet {bullets[0]}", tuple(f"bullet {bullet}" for bullet in bullets)
     elif all(name in record for name in _MADE_OF) and isinstance(record["source"], str):
         source, origins = _of_run(record)
         outcome = Outcome.FIXED if kind in _FIXED_CHATS else Outcome.FAILED if kind in _FAILED_CHATS else None
@@ -275,12 +275,12 @@ def _named(
     record: Mapping[str, Any], where: str, source_fields: Sequence[str], texts: Iterable[str]
 ) -> tuple[str, tuple[str, ...]]:
     """The source and the origins of a document: what its members name, else its text, so that it keeps its split elsewhere."""
-    found = []
+    result = []
     for name in source_fields:
         value = record.get(name)
         shown = value if isinstance(value, str) else "" if value is None else fingerprints.canonical(value)
         if shown.strip():
-            found.append(shown)
-    if not found:
+            result.append(shown)
+    if not result:
         return where, ("\n".join(("text", *texts)),)
-    return found[0], tuple(f"source {one}" for one in found)
+    return result[0], tuple(f"source {item}" for item in result)

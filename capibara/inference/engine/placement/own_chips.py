@@ -46,9 +46,9 @@ def free_bytes(reserved: int = 0) -> int | None:
     `reserved`: memory that a concurrent program will need.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    if not all("bytes_limit" in one and "bytes_in_use" in one for one in stats):
+    if not all("bytes_limit" in item and "bytes_in_use" in item for item in stats):
         return None
-    return min(one["bytes_limit"] - one["bytes_in_use"] for one in stats) - reserved
+    return min(item["bytes_limit"] - item["bytes_in_use"] for item in stats) - reserved
 
 
 def found(

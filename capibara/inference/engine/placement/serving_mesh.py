@@ -98,10 +98,10 @@ def _of_each_process(devices: Sequence[jax.Device], count: int) -> list[jax.Devi
             f"have a share: try {-(-count // len(processes)) * len(processes)}, or start one process"
         )
     share = count // len(processes)
-    by_process = {one: [device for device in devices if device.process_index == one] for one in processes}
+    by_process = {process: [device for device in devices if device.process_index == process] for process in processes}
     if any(len(own) < share for own in by_process.values()):
         raise UserError(
             f"ServingMesh.tensor x ServingMesh.data ({count}) needs {share} devices of each of the {len(processes)} processes, "
             "of which one has fewer: ask for fewer"
         )
-    return [device for one in processes for device in by_process[one][:share]]
+    return [device for process in processes for device in by_process[process][:share]]

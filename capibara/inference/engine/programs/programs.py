@@ -328,9 +328,9 @@ def _repeated(
 
     def more(done: jax.Array, so_far: tuple[State, SampledTokens]) -> tuple[State, SampledTokens]:
         state, sampled = so_far
-        state, one = next_of(state, done)
+        state, item = next_of(state, done)
         put = lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, done, axis=1)  # noqa: E731
-        tokens, log_probabilities, drawn, likeliest, theirs = map(put, sampled[:-1], one[:-1])
+        tokens, log_probabilities, drawn, likeliest, theirs = map(put, sampled[:-1], item[:-1])
         return state, SampledTokens(tokens, log_probabilities, drawn, likeliest, theirs, sampled.counts + 1)
 
     B, T, n = rows, steps, min(alternatives, state["history"].seen.shape[1])
@@ -348,9 +348,9 @@ def _repeated(
 def _empty_state(vocab_size: int, sizes: Sizes, empty: Callable[[int, int], Cache]) -> State:
     """A state with caches made by `empty`."""
     B, rows = sizes.slots, lambda: empty(sizes.slots, sizes.length)
-    kept = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
+    retained = rows() if sizes.pool is None else paged.empty(jax.eval_shape(rows), sizes.length, sizes.pool)
     history = History(*(jnp.zeros((B, vocab_size), dtype) for dtype in (jnp.bool_, jnp.int32, jnp.float32)))
-    return {"cache": kept, "tokens": jnp.zeros(B, jnp.int32), "history": history}
+    return {"cache": retained, "tokens": jnp.zeros(B, jnp.int32), "history": history}
 
 
 def _pick(
@@ -397,7 +397,7 @@ def _with_row(
     state: State, row: Cache | None, slot: Array, history: History, table: Array | None, token_1: Array
 ) -> State:
     """The state with a row in a slot, and that row's next token; row None: the slot has it."""
-    put = lambda all_, one: all_.at[slot].set(one[0])  # noqa: E731
+    put = lambda all_, item: all_.at[slot].set(item[0])  # noqa: E731
     return {
         "cache": state["cache"] if row is None else paged.put_row(state["cache"], row, slot, table),
         "tokens": state["tokens"].at[slot].set(token_1[0]),

@@ -37,20 +37,20 @@ class Adapters:
     def __init__(
         self, model: Model, adapters: Sequence[Adapter], params: Params, mesh: Mesh | None, rules: Rules = Rules()
     ):
-        self.names = tuple(one.name for one in adapters)
-        for one in adapters:
-            if self.names.count(one.name) > 1:
-                raise UserError(f"two adapters are called {one.name!r}: give each a name of its own")
+        self.names = tuple(item.name for item in adapters)
+        for adapter in adapters:
+            if self.names.count(adapter.name) > 1:
+                raise UserError(f"two adapters are called {adapter.name!r}: give each a name of its own")
             try:
-                unmerged.check(model, one)
+                unmerged.check(model, adapter)
             except UserError as error:
-                raise UserError(f"adapter {one.name!r}: {error}") from None
+                raise UserError(f"adapter {adapter.name!r}: {error}") from None
         self._layers: tuple[Params, ...] = ()
         if adapters:
             gain, weights = programs.on_mesh(mesh, rules, unmerged.gain), dict(_named(params))
             gains = [
-                {name: np.asarray(gain(weights[name], *rest)) for name, rest in unmerged.magnitudes_of(one).items()}
-                for one in adapters
+                {name: np.asarray(gain(weights[name], *rest)) for name, rest in unmerged.magnitudes_of(item).items()}
+                for item in adapters
             ]
             host = unmerged.stack_factors(adapters, model.config.num_layers, model.config.dtype.value, gains)
             self._layers = _placed(host, unmerged.axes_of(model, host), mesh, rules, params)

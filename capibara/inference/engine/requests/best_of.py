@@ -19,8 +19,8 @@ def samplings(sampling: Sampling) -> list[Sampling]:
     def seed(number: int) -> int:
         return int(np.random.SeedSequence((sampling.seed + 2**63, number)).generate_state(1, np.uint64)[0] >> 1)
 
-    one = dataclasses.replace(sampling, num_decodes=1, num_return=1)
-    return [dataclasses.replace(one, seed=seed(number)) for number in range(sampling.num_decodes)]
+    item = dataclasses.replace(sampling, num_decodes=1, num_return=1)
+    return [dataclasses.replace(item, seed=seed(number)) for number in range(sampling.num_decodes)]
 
 
 class BestOf(Stream):
@@ -60,11 +60,11 @@ class BestOf(Stream):
 
     def _choose(self) -> None:
         each = [self._found[number] for number in range(len(self._texts))]
-        scores = [sum(one.drawn) + one.end_drawn for one in each]
+        scores = [sum(item.drawn) + item.end_drawn for item in each]
         order = sorted(range(len(each)), key=scores.__getitem__)
         best = each[order[-1]]
         for piece in best.pieces:
             self.put(piece)
         decodes = [Decode(each[i].text, tuple(each[i].tokens), scores[i], each[i].finish, each[i].lead) for i in order]
-        kept = tuple(decodes[-self._sampling.num_return :])
-        self.end(best.finish, best.prompt_tokens, best.cached_tokens, best.end, best.end_drawn, kept)
+        retained = tuple(decodes[-self._sampling.num_return :])
+        self.end(best.finish, best.prompt_tokens, best.cached_tokens, best.end, best.end_drawn, retained)

@@ -116,7 +116,7 @@ def of_search(completion: Completion) -> dict[str, Any]:
     decodes = completion.decodes
     if not decodes:
         return {}
-    each = [{"text": one.text, "score": one.score, "finish": str(one.finish)} for one in decodes]
+    each = [{"text": item.text, "score": item.score, "finish": str(item.finish)} for item in decodes]
     return {"score": decodes[-1].score} | ({"decodes": each} if len(each) > 1 else {})
 
 

@@ -96,7 +96,7 @@ class DecodeRunner:
 
     def pending_requests(self) -> list[Request]:
         """The requests with tokens to receive; thread-safe."""
-        return [request for one in list(self._pending) for _, request in one.rows]
+        return [request for item in list(self._pending) for _, request in item.rows]
 
     def assign(self, slot: int, request: Request) -> None:
         """Sets a slot's sampling and adapter to a request's."""

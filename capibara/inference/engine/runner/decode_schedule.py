@@ -44,13 +44,13 @@ class DecodeSchedule:
         A forced token of a thought is a program's first one, so no program continues past its position.
         """
         most = allowed
-        for one in requests:
-            most = min(most, one.limit - one.requested, self._length - one.row_length + 1)
-            if one.requested < one.sampling.min_new_tokens:  # until then no end token may be chosen
-                most = min(most, one.sampling.min_new_tokens - one.requested)
-            if one.sampling.thinking_tokens is not None:  # a thought that begins in the program must not end in it
-                ahead = (index - one.requested for index in one.forced if index >= one.requested)
-                most = min(most, one.sampling.thinking_tokens, *ahead)
+        for request in requests:
+            most = min(most, request.limit - request.requested, self._length - request.row_length + 1)
+            if request.requested < request.sampling.min_new_tokens:  # until then no end token may be chosen
+                most = min(most, request.sampling.min_new_tokens - request.requested)
+            if request.sampling.thinking_tokens is not None:  # a thought that begins in the program must not end in it
+                ahead = (index - request.requested for index in request.forced if index >= request.requested)
+                most = min(most, request.sampling.thinking_tokens, *ahead)
         return max(1, most)
 
     def record(self, began_s: float | None, count: int) -> None:

@@ -132,7 +132,7 @@ class PrefillQueue:
         first = next(filter(self._is_compiled, self._waiting), None)
         self.stalled = first is None and bool(self._waiting)
         if first is not None:
-            self._waiting = [first, *(one for one in self._waiting if one is not first)]
+            self._waiting = [first, *(item for item in self._waiting if item is not first)]
         return first
 
     def _is_compiled(self, request: Request) -> bool:
@@ -154,10 +154,10 @@ class PrefillQueue:
         return self._programs.resume(params, batch, row, positions)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:
-        found = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
-        if found is None:
+        result = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
+        if result is None:
             return None
-        prefix, known = found
+        prefix, known = result
         _count_cached(request, known)
         return prefix.row | {"lengths": np.array([known], np.int32)}, known
 
@@ -181,8 +181,8 @@ class PrefillQueue:
         count = 1 << (len(prompts).bit_length() - 1)
         while count > 1 and not self._needed.reads_together(prompts[:count]):
             count //= 2
-        kept = prompts[:count]
-        return [request for request in group if any(_same_prompt(request, other) for other in kept)]
+        retained = prompts[:count]
+        return [request for request in group if any(_same_prompt(request, other) for other in retained)]
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
         self._waiting = [request for request in self._waiting if request not in group]
@@ -211,7 +211,7 @@ class PrefillQueue:
             if not is_of_request(error):
                 raise
             # One by one, to find out whose error it is.
-            return [error] if len(prompts) == 1 else [self._read_together(params, [one])[0] for one in prompts]
+            return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
         read: list[tuple[Any, jax.Array] | BaseException] = []
         for index, request in enumerate(prompts):
             row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(index))

@@ -196,8 +196,8 @@ def _text(value: Any, where: str) -> str:
     """A text, or the texts of blocks."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in value):
-        return "\n".join(one["text"] for one in value)
+    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(item.get("text"), str) for item in value):
+        return "\n".join(item["text"] for item in value)
     raise _invalid(f"{where} is {brief(value)}, must be a text or a list of texts", where.partition("[")[0])
 
 

@@ -29,16 +29,16 @@ def prompt_log_probabilities(vocabulary: Vocabulary, ask: RequestedText, likelie
     each: list[Json | None] = [None]
     for place, token in enumerate(ask.ids[1:]):
         ids, values = scores.likeliest[place, :likeliest], scores.their_log_probabilities[place, :likeliest]
-        ranked = [(int(one), float(value), rank) for rank, (one, value) in enumerate(zip(ids, values), 1)]
+        ranked = [(int(item), float(value), rank) for rank, (item, value) in enumerate(zip(ids, values), 1)]
         own = int(token), float(scores.log_probabilities[place]), int(scores.ranks[place])
         if token not in ids:
             ranked.append(own)
         each.append(
             {
-                str(one): {
-                    "logprob": max(LEAST_LOGPROB, value), "rank": rank, "decoded_token": named(vocabulary, one),
+                str(item): {
+                    "logprob": max(LEAST_LOGPROB, value), "rank": rank, "decoded_token": named(vocabulary, item),
                 }
-                for one, value, rank in ranked
+                for item, value, rank in ranked
             }
         )  # fmt: skip
     return each

@@ -21,12 +21,12 @@ def given_prompts(value: Any, param: str = "prompt") -> list[str | list[int]]:
     Raises:
       Refusal: they are something else.
     """
-    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(one) for one in value)):
+    if isinstance(value, str) or (isinstance(value, list) and value and all(_is_id(item) for item in value)):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         return value
-    lists = isinstance(value, list) and all(isinstance(one, list) and one for one in value)
-    if lists and value and all(_is_id(token) for one in value for token in one):
+    lists = isinstance(value, list) and all(isinstance(item, list) and item for item in value)
+    if lists and value and all(_is_id(token) for item in value for token in item):
         return value
     raise Refusal(
         400,

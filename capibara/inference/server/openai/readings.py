@@ -56,7 +56,7 @@ def embeddings(request: EmbeddingRequest, served: Served, config: ServerConfig) 
       Refusal: a parameter is invalid, or a text is too long.
     """
     bounds.check_prompt(request.input, served, config, "input", config.max_embeddings)
-    texts = [_embedded_ids(one, served, config) for one in given_prompts(request.input, "input")]
+    texts = [_embedded_ids(item, served, config) for item in given_prompts(request.input, "input")]
     with invalid("input"):
         adapter = request.model if request.model in served.adapters else None
         vectors = served.engine.reader.embed(texts, config.pooling, adapter)

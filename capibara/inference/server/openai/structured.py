@@ -62,7 +62,7 @@ def _fields(name: str, value: Any) -> dict[str, Any]:
     if field == "json_schema":
         return {field: _schema(name, value)}
     if field == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) and item for item in value):
             raise _malformed(name, value, "be a list of strings with text")
         return {field: tuple(value)}
     if not isinstance(value, str):

@@ -185,9 +185,9 @@ def _text(value: Any, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(
-        isinstance(one, dict) and one.get("type") in kinds and isinstance(one.get("text"), str) for one in value
+        isinstance(item, dict) and item.get("type") in kinds and isinstance(item.get("text"), str) for item in value
     ):
-        return "".join(one["text"] for one in value)
+        return "".join(item["text"] for item in value)
     raise _invalid(f"{where} has {brief(value)}, must have a text or parts of the types {', '.join(kinds)}")
 
 

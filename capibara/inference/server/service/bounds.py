@@ -100,11 +100,11 @@ def check_prompt(
     if len(prompt) > most:
         message = f"{len(prompt)} {param}s: at most {most} texts in all"
         raise Refusal(400, message, param=param, code="too_many_texts")
-    for one in prompt:
-        if isinstance(one, str):
-            check_characters(len(one), served, config, param)
-        elif isinstance(one, list) and not is_cut:
-            check_tokens(len(one), served, config, param)
+    for item in prompt:
+        if isinstance(item, str):
+            check_characters(len(item), served, config, param)
+        elif isinstance(item, list) and not is_cut:
+            check_tokens(len(item), served, config, param)
 
 
 def check_tokens(tokens: int, served: Served, config: ServerConfig, param: str) -> None:
@@ -179,15 +179,15 @@ def _characters(value: object, param: str) -> int:
                 code="invalid_value",
             )
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                total += len(one)
-            elif isinstance(one, dict):
-                _check_arguments(one, param)
-                total += sum(map(len, one))
-                below += one.values()
-            elif isinstance(one, list):
-                below += one
+        for item in level:
+            if isinstance(item, str):
+                total += len(item)
+            elif isinstance(item, dict):
+                _check_arguments(item, param)
+                total += sum(map(len, item))
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
         level, depth = below, depth + 1
     return total
 

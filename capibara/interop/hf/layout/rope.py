@@ -169,18 +169,18 @@ def _yarn(full: Values) -> dict[str, Any]:
 
 def _long(full: Values, longest: int | None) -> dict[str, Any]:
     """The parameters of longrope, with a factor and tuples of numbers."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key in ("short_factor", "long_factor"):
         numbers = full.get(key)
         if not isinstance(numbers, list) or len(numbers) > _FREQUENCIES or not all(map(_is_factor, numbers)):
             raise UserError(
                 f"config.json has {key} = {str(numbers)[:60]}, must be a list of numbers: copy the file again"
             )
-        found[key] = tuple(map(float, numbers))
+        result[key] = tuple(map(float, numbers))
     original = full["original_max_position_embeddings"]
     if full.get("factor") is None and longest and original:
-        found["factor"] = longest / original
-    return found
+        result["factor"] = longest / original
+    return result
 
 
 def _is_factor(value: Any) -> bool:

@@ -84,11 +84,11 @@ def rows(declared: Iterable[tuple[str, ...]], layouts: Mapping[str, str] | None 
         letter of that dimension. Dimensions are in the letters of interop.hf.layout.tensors; our names are those of core.tree.
       layouts: dimensions of our parameters that no other family has, by name.
     """
-    made, known = [], _LAYOUTS | dict(layouts or {})
+    created, known = [], _LAYOUTS | dict(layouts or {})
     for name, dims, ours, *along in declared:
         paths = tuple(ours.split())
-        made.append(Tensor(name, dims, paths, along[0] if along else "", known[paths[0]]))
-    return tuple(made)
+        created.append(Tensor(name, dims, paths, along[0] if along else "", known[paths[0]]))
+    return tuple(created)
 
 
 L, A, M = "model.layers.{l}.", "layers/attention/", "layers/mlp/"

@@ -109,14 +109,14 @@ def _in_4_bits(folder: Folder, name: str, mark: str, shapes: Mapping[str, Shape]
     def values() -> np.ndarray:
         packed = folder.stored(name).reshape(-1).view(np.uint8)
         levels = folder.stored(f"{name}.quant_map").astype(np.float32)
-        largest, found = largest_of_blocks(), np.empty(2 * len(packed), DTYPES[dtype])
+        largest, result = largest_of_blocks(), np.empty(2 * len(packed), DTYPES[dtype])
         step = block * 4096  # values at once, in whole blocks
         for start in range(0, count, step):
             both = packed[start // 2 : (start + step) // 2]
             codes = np.stack([both >> 4, both & 15], -1).reshape(-1)
             scales = np.repeat(largest[start // block : (start + step) // block], block)[: len(codes)]
-            found[start : start + len(codes)] = (levels[codes] * scales).astype(found.dtype)
-        return found[:count].reshape(shape)
+            result[start : start + len(codes)] = (levels[codes] * scales).astype(result.dtype)
+        return result[:count].reshape(shape)
 
     return Weight(shape, dtype, values), parts
 
@@ -126,12 +126,12 @@ def _state(folder: Folder, mark: str, shapes: Mapping[str, Shape]) -> _State:
     if math.prod(shapes[mark]) > _STATE_BYTES or folder.kind(mark) != "U8":
         raise UserError(f"{mark} must be at most {_STATE_BYTES:,} bytes of JSON: copy the folder again")
     try:
-        found = limits.parse_json(folder.stored(mark).tobytes(), values=1000)
+        result = limits.parse_json(folder.stored(mark).tobytes(), values=1000)
     except ValueError as error:
         raise UserError(f"{mark} cannot be read ({limits.cause(error)}): copy the folder again") from None
-    found = found if isinstance(found, dict) else {}
-    shape, dtype, block = found.get("shape"), found.get("dtype"), found.get("blocksize")
-    nested, offset = found.get("nested_blocksize", 1), found.get("nested_offset", 0.0)
+    result = result if isinstance(result, dict) else {}
+    shape, dtype, block = result.get("shape"), result.get("dtype"), result.get("blocksize")
+    nested, offset = result.get("nested_blocksize", 1), result.get("nested_offset", 0.0)
     whole = lambda value, most: type(value) is int and 0 < value <= most  # noqa: E731
     if isinstance(shape, list) and len(shape) == 2 and all(whole(size, 2**31) for size in shape):
         if (

@@ -123,5 +123,5 @@ def tensors_in(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str,
         if not is_expert(name):
             yield name, value
             continue
-        made = [packed(name, one.T) for one in value]
-        yield from ((f"{name}{part}", np.stack(of_part)) for part, of_part in zip(PARTS, zip(*made)))
+        created = [packed(name, item.T) for item in value]
+        yield from ((f"{name}{part}", np.stack(of_part)) for part, of_part in zip(PARTS, zip(*created)))

@@ -47,15 +47,15 @@ class Submodel:
                 raise UserError(
                     f"skip_layers has {layer}, must be from 0 to {config.num_layers - 1}: the model's layers"
                 )
-        kept = [layer for layer in range(config.num_layers) if layer not in self.skip_layers]
-        if not kept:
+        retained = [layer for layer in range(config.num_layers) if layer not in self.skip_layers]
+        if not retained:
             raise UserError(f"skip_layers leaves none of {config.num_layers} layers: leave fewer out, e.g. 20-24")
         for kind in set(config.kinds[config.kv_layers :]):
             if (source := config.source(kind)) in self.skip_layers:
                 raise UserError(
                     f"skip_layers has {source}, whose keys and values the last {kind} layers read: it must stay"
                 )
-        return kept
+        return retained
 
     def config(self, config: Gemma3nConfig) -> Gemma3nConfig:
         """The configuration of what is left.
@@ -63,16 +63,16 @@ class Submodel:
         Raises:
           UserError: as `kept`, or widths are none that the layers have.
         """
-        kept = self.kept(config)
-        widths = self._widths(config, kept)
-        kinds = [config.kinds[layer] for layer in kept]
+        retained = self.kept(config)
+        widths = self._widths(config, retained)
+        kinds = [config.kinds[layer] for layer in retained]
         return dataclasses.replace(
             config,
-            num_layers=len(kept),
-            kv_shared_layers=sum(layer >= config.kv_layers for layer in kept),
+            num_layers=len(retained),
+            kv_shared_layers=sum(layer >= config.kv_layers for layer in retained),
             layer_pattern=_pattern(kinds),
             activation_sparsity=tuple(
-                config.sparsity(layer) for layer in kept if layer < len(config.activation_sparsity)
+                config.sparsity(layer) for layer in retained if layer < len(config.activation_sparsity)
             ),
             mlp_dim=max(widths),
             mlp_dims=None if len(set(widths)) == 1 else tuple(widths),
@@ -88,27 +88,27 @@ class Submodel:
         Raises:
           UserError: as `config`.
         """
-        left, kept = self.config(config), self.kept(config)
-        own = [layer for layer in kept if layer < config.kv_layers]
+        left, retained = self.config(config), self.kept(config)
+        own = [layer for layer in retained if layer < config.kv_layers]
         shape = (config.num_layers, config.per_layer_dim)
 
         def of_layers(value: np.ndarray) -> np.ndarray:
             """[..., L * P] of the layers that stay."""
-            return value.reshape(*value.shape[:-1], *shape)[..., kept, :].reshape(*value.shape[:-1], -1)
+            return value.reshape(*value.shape[:-1], *shape)[..., retained, :].reshape(*value.shape[:-1], -1)
 
         cuts: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
             "per_layer_embedding": of_layers,
             "per_layer_projection": of_layers,
-            "layers/mlp/gate": lambda value: value[kept, :, : left.mlp_dim],
-            "layers/mlp/up": lambda value: value[kept, :, : left.mlp_dim],
-            "layers/mlp/down": lambda value: value[kept, : left.mlp_dim],
+            "layers/mlp/gate": lambda value: value[retained, :, : left.mlp_dim],
+            "layers/mlp/up": lambda value: value[retained, :, : left.mlp_dim],
+            "layers/mlp/down": lambda value: value[retained, : left.mlp_dim],
             **{f"layers/{name}": lambda value: value[own] for name in _SHARED},
         }
 
         def cut(name: str, value: jax.Array) -> np.ndarray:
             if name in cuts:
                 return cuts[name](np.asarray(value))
-            return np.asarray(value)[kept] if name.startswith("layers/") else np.asarray(value)
+            return np.asarray(value)[retained] if name.startswith("layers/") else np.asarray(value)
 
         return tree.map_with_names(cut, params)
 

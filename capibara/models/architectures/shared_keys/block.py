@@ -106,16 +106,16 @@ class SharedKeysBlock(nnx.Module):
           segment_ids_BT: document numbers.
           row_positions_T: column of each token in the row as it was before sharding.balanced; None: in order.
         """
-        kept: list[KeysValues] = []
+        retained: list[KeysValues] = []
         module = self.attention_of(inputs.kind)
 
         def attention(x: jax.Array) -> jax.Array:
             q, k, v = module.heads(x, angles, shared)
-            kept.append((k, v))
+            retained.append((k, v))
             return module(x, kind=spec, segment_ids_BT=segment_ids_BT, row_positions_T=row_positions_T, heads=(q, k, v))
 
         x = self.around(x, inputs, attention)
-        return x, kept[0]
+        return x, retained[0]
 
     def cached(
         self,
@@ -127,14 +127,14 @@ class SharedKeysBlock(nnx.Module):
         angles: rotary.Angles,
     ) -> tuple[jax.Array, CachedLayer]:
         """The stream for the tokens that are read now, and the cache of the layer whose keys and values it read."""
-        kept: list[CachedLayer] = []
+        retained: list[CachedLayer] = []
         module = self.attention_of(inputs.kind)
 
         def attention(x: jax.Array) -> jax.Array:
             q, k, v = module.heads(x, angles, source.keys_values)
             y, after = module.cached(x, source.before, now, kind=spec, heads=(q, k, v), written=source.after)
-            kept.append(CachedLayer(source.before, after, (k, v)))
+            retained.append(CachedLayer(source.before, after, (k, v)))
             return y
 
         x = self.around(x, inputs, attention)
-        return x, kept[0]
+        return x, retained[0]

@@ -123,13 +123,13 @@ class SharedKeysDecoder(DecoderBase):
         loop = LayerLoop.UNROLL if segment.stores else config.layer_loop  # a scan would stack what a few layers store
         own = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
         span, both = (segment.start, segment.stop), (rows, shared)
-        x, kept = stack.run(
+        x, retained = stack.run(
             self.layers, x, both, apply, pattern, loop, remat,
             all_trained=config.lora is None and not config.untrained,
             beside=own, span=span, some=config.module_layers,
         )  # fmt: skip
         stored = set(kinds) if segment.stores else set()
-        return x, {kind: (kept[f"{kind}_key"][-1], kept[f"{kind}_value"][-1]) for kind in stored}
+        return x, {kind: (retained[f"{kind}_key"][-1], retained[f"{kind}_value"][-1]) for kind in stored}
 
     def start_cache(
         self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0

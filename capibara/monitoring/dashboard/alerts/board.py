@@ -74,21 +74,21 @@ class Board:
             return
         self._checked[run.id] = moment_s
         now_s = time.time() if now_s is None else now_s
-        found = {self._id(run, one): one for one in alert_rules.check(run, self.rules, now_s)}
+        result = {self._id(run, item): item for item in alert_rules.check(run, self.rules, now_s)}
         news = []
         with self._lock:
             mine = {name: alert for name, alert in self._alerts.items() if alert.run_id == run.id}
-            for name, one in found.items():
-                ended_s = one.time_s if one.is_over else None
+            for name, entry in result.items():
+                ended_s = entry.time_s if entry.is_over else None
                 old = mine.get(name)
                 if old is None:
-                    alert = self._alerts[name] = Alert(name, run.id, run.name, one, ended_s)
-                    news += [alert] * (now_s - one.time_s < _NEWS_S or one.kind in _LASTING and not one.is_over)
+                    alert = self._alerts[name] = Alert(name, run.id, run.name, entry, ended_s)
+                    news += [alert] * (now_s - entry.time_s < _NEWS_S or entry.kind in _LASTING and not entry.is_over)
                 elif (old.ended_s is None) != (ended_s is None) or old.ended_s is None:
                     news += [old] * ((old.ended_s is None) != (ended_s is None))
-                    old.found, old.ended_s = one, None if ended_s is None else old.ended_s or now_s
+                    old.found, old.ended_s = entry, None if ended_s is None else old.ended_s or now_s
             for name, alert in mine.items():
-                if name not in found and alert.ended_s is None:
+                if name not in result and alert.ended_s is None:
                     alert.ended_s = now_s  # what happened before a roll-back stays in the list
                     news.append(alert)
             while len(self._alerts) > _MOST_ALERTS:

@@ -93,21 +93,21 @@ def check(run: Run, rules: Rules, now_s: float | None = None) -> list[Found]:
     """What is wrong with a run by the rules, the oldest first of each kind."""
     now_s = time.time() if now_s is None else now_s
     views = run.views()
-    found: list[Found] = []
+    result: list[Found] = []
     if (train := views.get("train")) is not None and len(train):
         train = _newest(train)
         for rule in (_spikes(train, rules), _not_finite(train), _rejected(train)):
-            found += list(rule)[-_MOST_OF_A_KIND:]
+            result += list(rule)[-_MOST_OF_A_KIND:]
     if (system := views.get("system")) is not None and len(system):
-        found += _disk(system, rules)
-    found += _state(run, rules, now_s)
-    return found
+        result += _disk(system, rules)
+    result += _state(run, rules, now_s)
+    return result
 
 
 def _newest(view: View) -> View:
     """The newest rows."""
     newest = slice(max(0, len(view) - _NEWEST), None)
-    return View(view.steps[newest], view.times[newest], {name: one[newest] for name, one in view.columns.items()})
+    return View(view.steps[newest], view.times[newest], {name: item[newest] for name, item in view.columns.items()})
 
 
 def _spikes(train: View, rules: Rules) -> Iterator[Found]:

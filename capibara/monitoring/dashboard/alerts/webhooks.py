@@ -32,20 +32,20 @@ def addresses(named: Sequence[str], file: str | None) -> tuple[str, ...]:
     Raises:
       UserError: the file cannot be read, or an address cannot be used.
     """
-    found = [*named, *os.environ.get(VARIABLE, "").split()]
+    result = [*named, *os.environ.get(VARIABLE, "").split()]
     if file is not None:
         try:
             with open(file, encoding="utf-8") as lines:
-                found += [line.strip() for line in lines if line.strip()]
+                result += [line.strip() for line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--webhook_file={file} cannot be read ({error}): name a file with one URL a line"
             ) from None
-    for url in found:
+    for url in result:
         _check(url)
-    if len(found) > _MOST_URLS:
-        raise UserError(f"{len(found)} webhooks are named, must be at most {_MOST_URLS}")
-    return tuple(dict.fromkeys(found))
+    if len(result) > _MOST_URLS:
+        raise UserError(f"{len(result)} webhooks are named, must be at most {_MOST_URLS}")
+    return tuple(dict.fromkeys(result))
 
 
 def shown(url: str) -> str:

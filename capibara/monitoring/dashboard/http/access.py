@@ -113,7 +113,7 @@ class Access:
 def check_hosts(names: Sequence[str]) -> None:
     """Raises UserError if a name cannot be the one in Host."""
     for name in names:
-        if not (found := _AUTHORITY.fullmatch(name.lower())) or found[1] != name.lower():
+        if not (result := _AUTHORITY.fullmatch(name.lower())) or result[1] != name.lower():
             raise UserError(
                 f"--allowed_host={name[:100]!r} must be a name without http:// and port: try dashboard.example.com"
             )
@@ -132,7 +132,11 @@ def access(
       per_second: most requests of one address in a second.
     """
     number, port = address
-    own = {_bracketed(host.lower()), _bracketed(number.lower()), *(one.lower() for one in allowed_hosts)}
+    own = {
+        _bracketed(host.lower()),
+        _bracketed(number.lower()),
+        *(allowed_host.lower() for allowed_host in allowed_hosts),
+    }
     is_named = ipaddress.ip_address(number).is_loopback or allowed_hosts
     return Access(token=token, hosts=LOOPBACK | own if is_named else None, per_second=per_second, port=port)
 
@@ -277,8 +281,8 @@ def _same(one: str, other: str) -> bool:
 
 def _name(authority: str) -> str | None:
     """The name in a Host, without its port; None: invalid."""
-    found = _AUTHORITY.fullmatch(authority.lower())
-    return found and found[1]
+    result = _AUTHORITY.fullmatch(authority.lower())
+    return result and result[1]
 
 
 def _bracketed(address: str) -> str:

@@ -39,10 +39,10 @@ class Answers:
         with self._lock:
             asked = self._asked.setdefault(key, threading.Lock())
         with asked:
-            kept = self._kept.get(key)
-            if kept is None or kept[0] != stamp:
-                kept = self._keep(key, stamp, json_bytes(make()))
-        _, body, packed = kept
+            retained = self._kept.get(key)
+            if retained is None or retained[0] != stamp:
+                retained = self._keep(key, stamp, json_bytes(make()))
+        _, body, packed = retained
         return _response(body, packed, headers)
 
     def _keep(self, key: Hashable, stamp: Hashable, body: bytes) -> tuple[Hashable, bytes, bytes | None]:
@@ -61,7 +61,7 @@ class Answers:
         if old is not None:
             self._bytes -= _size(old)
         if len(self._asked) > 2 * _MOST_ANSWERS:
-            self._asked = {one: lock for one, lock in self._asked.items() if one in self._kept or lock.locked()}
+            self._asked = {item: lock for item, lock in self._asked.items() if item in self._kept or lock.locked()}
 
 
 def json_bytes(value: Json) -> bytes:

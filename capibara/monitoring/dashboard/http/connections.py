@@ -33,7 +33,7 @@ class Room:
         self._open.pop(connection, None)
         self._open[connection] = None
         if len(self._open) > self.most:
-            next((one for one in self._open if one.is_idle), connection).close()
+            next((item for item in self._open if item.is_idle), connection).close()
 
     def remove(self, connection: Connection) -> None:
         """Removes a closed connection."""

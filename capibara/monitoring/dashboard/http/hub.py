@@ -132,7 +132,7 @@ class Hub:
 
     def _note(self, change: Change) -> None:
         for mine, more in zip(_lists(self._changed), _lists(change), strict=True):
-            mine += [one for one in more if one not in mine]
+            mine += [item for item in more if item not in mine]
         self._has_news.set()
 
     def _note_alert(self, alert: dict[str, Json]) -> None:
@@ -162,23 +162,23 @@ class Hub:
             logging.getLogger(__name__).exception("an update could not be passed on")
 
     def _updates(self, ids: Sequence[str]) -> dict[str, dict[str, Json]]:
-        found = {run_id: self._describe(run_id) for run_id in ids}
-        return {run_id: about for run_id, about in found.items() if about is not None}
+        result = {run_id: self._describe(run_id) for run_id in ids}
+        return {run_id: about for run_id, about in result.items() if about is not None}
 
     def _pass_on(self, change: Change, updates: dict[str, dict[str, Json]], alerts: Sequence[dict[str, Json]]) -> None:
         common = b""
         if change.added or change.removed:
             common += _message("runs", {"added": list(change.added), "removed": list(change.removed)})
         common += b"".join(_message("alert", alert) for alert in alerts)
-        made: dict[frozenset[str], bytes] = {}
+        created: dict[frozenset[str], bytes] = {}
         now_s = time.monotonic()
         for viewer in list(self._viewers):
-            if viewer.runs not in made:
+            if viewer.runs not in created:
                 chosen = [about for run_id, about in updates.items() if not viewer.runs or run_id in viewer.runs]
                 again = [run_id for run_id in change.reloaded if not viewer.runs or run_id in viewer.runs]
                 message = b"".join(_message("reload", {"id": run_id}) for run_id in again)
-                made[viewer.runs] = message + (_message("update", {"runs": list(chosen)}) if chosen else b"")
-            viewer.put(common + made[viewer.runs], now_s)
+                created[viewer.runs] = message + (_message("update", {"runs": list(chosen)}) if chosen else b"")
+            viewer.put(common + created[viewer.runs], now_s)
 
 
 class EventStream(Response):
@@ -204,8 +204,8 @@ class EventStream(Response):
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for one in waits:
-                    one.cancel()
+                for item in waits:
+                    item.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

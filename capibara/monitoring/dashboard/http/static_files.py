@@ -44,10 +44,10 @@ def file(name: str, headers: Headers) -> Response:
     Raises:
       Refusal: there is none.
     """
-    found = _read(name)
-    if found is None:
+    result = _read(name)
+    if result is None:
         raise Refusal(404, "there is no such file", "not_found")
-    return sized(*found, headers)
+    return sized(*result, headers)
 
 
 @functools.lru_cache(maxsize=64)
@@ -67,8 +67,8 @@ def _read(name: str) -> tuple[bytes, str, bytes | None] | None:
 
 def _plotly() -> pathlib.Path | None:
     """plotly.js of the installed package, which is not imported: that would take a second."""
-    found = importlib.util.find_spec("plotly")
-    if found is None or found.origin is None:
+    result = importlib.util.find_spec("plotly")
+    if result is None or result.origin is None:
         return None
-    path = pathlib.Path(found.origin).parent / "package_data" / PLOTLY
+    path = pathlib.Path(result.origin).parent / "package_data" / PLOTLY
     return path if path.is_file() else None

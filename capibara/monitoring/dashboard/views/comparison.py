@@ -35,11 +35,11 @@ def _ends(steps: np.ndarray, column: np.ndarray, best: str | None) -> Json:
     at = np.flatnonzero(np.isfinite(column))
     if not len(at):
         return None
-    found: dict[str, Json] = {"last": float(column[at[-1]]), "best": None, "best_step": None}
+    result: dict[str, Json] = {"last": float(column[at[-1]]), "best": None, "best_step": None}
     if best is not None:
         row = at[int(column[at].argmin() if best == "low" else column[at].argmax())]
-        found |= {"best": float(column[row]), "best_step": int(steps[row])}
-    return found
+        result |= {"best": float(column[row]), "best_step": int(steps[row])}
+    return result
 
 
 def configurations(runs: Sequence[Run]) -> dict[str, Json]:
@@ -47,8 +47,8 @@ def configurations(runs: Sequence[Run]) -> dict[str, Json]:
     each = [bindings(config_text(run) or "") for run in runs]
     rows: list[Json] = []
     same = 0
-    for name in sorted({name for one in each for name in one}):
-        values = [one.get(name) for one in each]
+    for name in sorted({name for item in each for name in item}):
+        values = [item.get(name) for item in each]
         if len(set(values)) == 1:
             same += 1
         else:

@@ -38,7 +38,7 @@ def nodes(run: Run) -> dict[str, Json]:
     history: dict[str, Json] = {
         "steps": view.steps[shown].tolist(),
         "score": [] if score is None else [finite(value) for value in score[shown].tolist()],
-        "accepted": [[None if one is None else finite(float(one[row])) for one in accepted] for row in shown],
+        "accepted": [[None if item is None else finite(float(item[row])) for item in accepted] for row in shown],
     }
     last = {
         name: view.last(name) for name in ("consensus_score", "failed_rounds", "spare_faults", "votes", "bytes_sent")
@@ -58,10 +58,10 @@ def exchange_of(run: Run) -> str | None:
     """The folder in which a run meets the others of its group; None: it is no node of a group."""
     text = bindings(config_text(run) or "").get("GroupNode.exchange")
     try:
-        found = ast.literal_eval(text) if text else None
+        result = ast.literal_eval(text) if text else None
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
-    return found if isinstance(found, str) and found.strip() else None
+    return result if isinstance(result, str) and result.strip() else None
 
 
 def _order(name: str) -> int:
@@ -70,9 +70,9 @@ def _order(name: str) -> int:
 
 def _threshold(run: Run) -> float | None:
     """The quality below which a node has no part, by the run's configuration."""
-    found = bindings(config_text(run) or "").get("ConsensusConfig.quality_threshold")
+    result = bindings(config_text(run) or "").get("ConsensusConfig.quality_threshold")
     try:
-        return None if found is None else float(found)
+        return None if result is None else float(result)
     except ValueError:  # None
         return None
 
@@ -112,17 +112,17 @@ def _reason(quality: float | None, threshold: float | None) -> str:
 def experts(run: Run, points: int) -> dict[str, Json]:
     """How the experts are used over time: a map of their load, and the router's entropy."""
     view = run.views().get("train")
-    found = sorted(
+    result = sorted(
         (int(match[1]), name) for name in ({} if view is None else view.columns) if (match := _EXPERT.fullmatch(name))
     )[:_MOST_EXPERTS]
-    if view is None or not found:
+    if view is None or not result:
         return {
             "experts": 0,
             "steps": [],
             "load": [],
             "unavailable": "the run has no experts: see TransformerConfig.moe",
         }
-    names = [name for _, name in found]
+    names = [name for _, name in result]
     others = [
         name for name in ("router_entropy", "expert_load_max", "expert_load_min", "dropped") if name in view.columns
     ]
@@ -131,7 +131,7 @@ def experts(run: Run, points: int) -> dict[str, Json]:
     for column in columns:
         rows |= np.isfinite(column)
     each = [averaged(column[rows, None], points) for column in columns]  # all at once would take much memory
-    ends, means = each[0][0], np.concatenate([found for _, found in each], axis=1)
+    ends, means = each[0][0], np.concatenate([output for _, output in each], axis=1)
     rounded = [[None if np.isnan(value) else float(f"{value:.5g}") for value in row] for row in means.tolist()]
     extra = {name: [row[len(names) + index] for row in rounded] for index, name in enumerate(others)}
     return {

@@ -35,7 +35,7 @@ def samples(run: Run, prompt: str | None, before: float | None, limit: int) -> d
     """
     with run.lock:
         known = list(run.samples.values())
-    prompts: list[Json] = [clean(one) for one in dict.fromkeys(sample.prompt for sample in known)][:200]
+    prompts: list[Json] = [clean(item) for item in dict.fromkeys(sample.prompt for sample in known)][:200]
     chosen = [
         sample
         for sample in reversed(known)

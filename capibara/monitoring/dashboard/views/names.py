@@ -65,8 +65,8 @@ def all_finite(value: Json) -> Json:
     if isinstance(value, float):
         return finite(value)
     if isinstance(value, dict):
-        return {key: all_finite(one) for key, one in value.items()}
-    return [all_finite(one) for one in value] if isinstance(value, list) else value
+        return {key: all_finite(item) for key, item in value.items()}
+    return [all_finite(item) for item in value] if isinstance(value, list) else value
 
 
 def clean(value: object, depth: int = 6) -> Json:
@@ -78,7 +78,7 @@ def clean(value: object, depth: int = 6) -> Json:
     if isinstance(value, str):
         return value[:10_000].encode("utf-8", "replace").decode()
     if depth and isinstance(value, Mapping):
-        return {str(key)[:500]: clean(one, depth - 1) for key, one in list(value.items())[:1000]}
+        return {str(key)[:500]: clean(item, depth - 1) for key, item in list(value.items())[:1000]}
     if depth and isinstance(value, (list, tuple)):
-        return [clean(one, depth - 1) for one in value[:1000]]
+        return [clean(item, depth - 1) for item in value[:1000]]
     return str(value)[:500]

@@ -22,8 +22,8 @@ def beside(run: Run, answer: Mapping[str, Json]) -> dict[str, Json]:
     """
     views = run.views()
     train, system = views.get("train"), views.get("system")
-    found = answer.get("predicted")
-    predicted = found if isinstance(found, dict) else {}
+    result = answer.get("predicted")
+    predicted = result if isinstance(result, dict) else {}
     measured = {name: _median(train, name) for name in ("step_s", "tokens_per_s", "mfu")}
     measured["peak_bytes"] = _peak(system)
     rows: list[Json] = []

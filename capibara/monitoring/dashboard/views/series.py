@@ -77,13 +77,13 @@ def _line(run: Run, view: View, name: str, query: Query) -> dict[str, Json]:
     x, y = x[begin:end], y[begin:end]
     finite = np.isfinite(y)
     lost = x[~finite]
-    found = thinned(x[finite], y[finite], query.points)
-    shown: list[Json] | None = None if soft is None else _numbers(soft[begin:end][finite][found.indices])
+    result = thinned(x[finite], y[finite], query.points)
+    shown: list[Json] | None = None if soft is None else _numbers(soft[begin:end][finite][result.indices])
     return {
-        "x": _numbers(found.x),
-        "y": _numbers(found.y),
+        "x": _numbers(result.x),
+        "y": _numbers(result.y),
         "smooth": shown,
-        "exact": found.is_exact and not run.is_coarse,
+        "exact": result.is_exact and not run.is_coarse,
         "count": len(x),
         "range": [*whole],
         "nonfinite": _numbers(lost[:: max(1, -(-len(lost) // _SHOWN_NOT_FINITE))]),

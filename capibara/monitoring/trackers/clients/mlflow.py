@@ -81,8 +81,8 @@ class MlflowTracker(Tracker):
         self._metrics, self._refused, self._say = [], collections.Counter(), run.say
         self._has_taken, self._untaken = False, 0
         self._client = client = tracking.MlflowClient(tracking_uri=self.uri)
-        found = client.get_experiment_by_name(self.experiment)
-        self._experiment = found.experiment_id if found is not None else client.create_experiment(self.experiment)
+        result = client.get_experiment_by_name(self.experiment)
+        self._experiment = result.experiment_id if result is not None else client.create_experiment(self.experiment)
         self._id = self._found(run) or str(
             client.create_run(self._experiment, tags={_UID: run.uid}, run_name=self.name or run.name).info.run_id
         )
@@ -148,20 +148,20 @@ class MlflowTracker(Tracker):
         Raises:
           Refused: it takes nothing at all: then it is not the metrics.
         """
-        found = _Refusals(collections.Counter(self._refused))
-        is_taken = self._log_batch(metrics, found)
-        if found.held:  # they may be taken again: what is refused may be the value
+        result = _Refusals(collections.Counter(self._refused))
+        is_taken = self._log_batch(metrics, result)
+        if result.held:  # they may be taken again: what is refused may be the value
             try:
-                self._send(self._client.log_batch, metrics=found.held)
+                self._send(self._client.log_batch, metrics=result.held)
                 is_taken = True
-                self._refused -= collections.Counter({metric.key: _MOST_REFUSED for metric in found.held})
+                self._refused -= collections.Counter({metric.key: _MOST_REFUSED for metric in result.held})
             except Refused:
                 pass
-        self._untaken = 0 if is_taken else self._untaken + bool(found.new)
+        self._untaken = 0 if is_taken else self._untaken + bool(result.new)
         self._has_taken = self._has_taken or is_taken
-        if found.new and (not self._has_taken or self._untaken >= _MOST_UNTAKEN):
-            raise found.new[0][1]
-        for name, error in found.new:
+        if result.new and (not self._has_taken or self._untaken >= _MOST_UNTAKEN):
+            raise result.new[0][1]
+        for name, error in result.new:
             if name not in self._said:
                 self._said.add(name)
                 self._say(redact(f"mlflow does not take the metric {name}; skipped: {error}")[:_LONGEST_LINE])

@@ -49,13 +49,13 @@ def _read_swa(values: Values) -> dict[str, Any]:
         )
     fields = unrotated(types, thetas, values.get("sliding_window"), "layer_rope_theta and layer_types")
     of_kind = {
-        kind: sorted({theta for theta, one in zip(thetas, types, strict=True) if one == kind and theta})
+        kind: sorted({theta for theta, item in zip(thetas, types, strict=True) if item == kind and theta})
         for kind in types
     }
-    for kind, found in of_kind.items():
-        if len(found) > 1:
+    for kind, result in of_kind.items():
+        if len(result) > 1:
             raise UserError(
-                f"config.json has layer_rope_theta {found[0]} and {found[1]} for layer_types {kind!r}, must be one: take another "
+                f"config.json has layer_rope_theta {result[0]} and {result[1]} for layer_types {kind!r}, must be one: take another "
                 "model"
             )
     full, local = of_kind.get("full_attention"), of_kind.get("sliding_attention")

@@ -105,8 +105,8 @@ def _prepare_sarvam(values: Values) -> Values:
     rope = values.get("rope_scaling") or {}
     if "deepseek_yarn" not in (rope.get("type"), rope.get("rope_type")):
         return values
-    kept = {key: value for key, value in rope.items() if key != "type"}
-    return {**values, "rope_scaling": {**kept, "rope_type": "yarn"}}
+    retained = {key: value for key, value in rope.items() if key != "type"}
+    return {**values, "rope_scaling": {**retained, "rope_type": "yarn"}}
 
 
 def _prepare_mistral4(values: Values) -> Values:

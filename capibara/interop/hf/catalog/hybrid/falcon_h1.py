@@ -34,7 +34,11 @@ def _factors(values: Values, key: str, count: int) -> tuple[float, ...]:
     factors = values.get(key)
     if factors is None:
         return (1.0,) * count
-    if not isinstance(factors, list) or len(factors) != count or not all(type(one) in (int, float) for one in factors):
+    if (
+        not isinstance(factors, list)
+        or len(factors) != count
+        or not all(type(factor) in (int, float) for factor in factors)
+    ):
         raise UserError(
             f"config.json has {key} = {str(factors)[:60]}, must be a list of {count} numbers: copy the file again"
         )

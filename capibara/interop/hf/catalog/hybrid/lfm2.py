@@ -62,12 +62,12 @@ def _prepare(values: Values) -> Values:
         width, factor, multiple = int(2 * width / 3), values["block_ffn_dim_multiplier"], values["block_multiple_of"]
         if factor is not None:
             width = -(-int(factor * width) // multiple) * multiple
-    found = {**values, "intermediate_size": width, "block_auto_adjust_ff_dim": False}
+    result = {**values, "intermediate_size": width, "block_auto_adjust_ff_dim": False}
     if values.get("layer_types") is None:
         layers = range(values["num_hidden_layers"])
         attending = layers if values.get("full_attn_idxs") is None else values["full_attn_idxs"]
-        found["layer_types"] = ["full_attention" if i in attending else "conv" for i in layers]
-    return found
+        result["layer_types"] = ["full_attention" if i in attending else "conv" for i in layers]
+    return result
 
 
 def _read(values: Values) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def steps(limit: Any) -> dict[str, float]:
       UserError: it is no pair of numbers.
     """
     pair = limit if isinstance(limit, list | tuple) else ()
-    ends = [math.inf if isinstance(one, dict) and one.get("__float__") == "Infinity" else one for one in pair]
-    if len(ends) != 2 or not all(type(one) in (int, float) for one in ends):
+    ends = [math.inf if isinstance(item, dict) and item.get("__float__") == "Infinity" else item for item in pair]
+    if len(ends) != 2 or not all(type(item) in (int, float) for item in ends):
         raise UserError(
             f"config.json has time_step_limit = {str(limit)[:60]}, must be a pair of numbers: try [0.0, 1e30]"
         )
@@ -96,7 +96,7 @@ def steps(limit: Any) -> dict[str, float]:
 def write_steps(mixer: Mamba2) -> list[Any]:
     """The way back."""
     ends = (mixer.least_step, mixer.most_step)
-    return [{"__float__": "Infinity"} if math.isinf(one) else one for one in ends]
+    return [{"__float__": "Infinity"} if math.isinf(item) else item for item in ends]
 
 
 MIXER = {"heads": "mamba_n_heads", "groups": "mamba_n_groups", "state_dim": "mamba_d_state", "taps": "mamba_d_conv"}
@@ -142,12 +142,12 @@ def write_mixer(config: DecoderConfig, mixer: Mamba2) -> dict[str, Any]:
 
 
 def _prepare_granite(values: Values) -> Values:
-    found = {**values}
-    if not found["num_local_experts"]:
-        found["intermediate_size"] = found["shared_intermediate_size"]
-    if found.get("layer_types") is None:
-        found["layer_types"] = ["linear_attention"] * found["num_hidden_layers"]
-    return found
+    result = {**values}
+    if not result["num_local_experts"]:
+        result["intermediate_size"] = result["shared_intermediate_size"]
+    if result.get("layer_types") is None:
+        result["layer_types"] = ["linear_attention"] * result["num_hidden_layers"]
+    return result
 
 
 def _read_granite(values: Values) -> dict[str, Any]:

@@ -77,9 +77,9 @@ def _cuts(shapes: Mapping[str, Shape]) -> dict[str, Cut]:
         stored, into = (tuple(f"{match[1]}{of}_{kind}.weight" for of in _CONVOLVED) for kind in ("conv1d", "proj"))
         if not {*stored, *into} <= shapes.keys():
             continue
-        ends = [0, *itertools.accumulate(shapes[one][0] for one in into)]
-        if sum(shapes[one][0] for one in stored) == ends[-1]:
-            cuts |= {one: Cut(stored, *span) for one, span in zip(stored, itertools.pairwise(ends), strict=True)}
+        ends = [0, *itertools.accumulate(shapes[item][0] for item in into)]
+        if sum(shapes[item][0] for item in stored) == ends[-1]:
+            cuts |= {item: Cut(stored, *span) for item, span in zip(stored, itertools.pairwise(ends), strict=True)}
     return cuts
 
 

@@ -38,7 +38,7 @@ def _read(values: Values) -> dict[str, Any]:
             f"config.json has attention_types for {len(layers)} layers ({', '.join(map(str, layers[:4]))} ...), must be 'global' "
             f"or 'local' for each of {values['num_layers']}: copy the file again"
         )
-    size = next(n for n in range(1, len(layers) + 1) if all(one == layers[i % n] for i, one in enumerate(layers)))
+    size = next(n for n in range(1, len(layers) + 1) if all(item == layers[i % n] for i, item in enumerate(layers)))
     width = values.get("intermediate_size")
     return {"layer_pattern": tuple(layers[:size]), "window": values["window_size"] if "local" in layers else None} | (
         {} if width is None else {"mlp_dim": width}
