@@ -44,4 +44,6 @@ def test_predictions_are_near_the_compilers_cycles_of_small_models(time_model):
     """Kernels and collectives left out; recorded, so that nothing is compiled here."""
     found = time_model.cycles(argparse.Namespace(points=None, compile=False))
     errors = {name: abs(result["error"]) for name, result in found.items()}
-    assert len(errors) >= 7 and statistics.median(errors.values()) < 0.05 and max(errors.values()) < 0.15, errors
+    assert len(errors) >= 11 and statistics.median(errors.values()) < 0.065, errors
+    assert max(errors[name] for name in errors if name not in time_model.TEST) < 0.13, errors
+    assert max(errors[name] for name in time_model.TEST) < 0.25, errors

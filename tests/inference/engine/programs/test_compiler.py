@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import jax
 import pytest
@@ -43,6 +44,13 @@ def held(monkeypatch):
 
 def engine(params, **config):
     return Engine(MODEL, params, ByteVocabulary(), 256, EngineConfig(**{"slots": 4, "prefix_cache_mib": 0} | config))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "not compiled within a minute"
+        time.sleep(0.01)
 
 
 def warm_up(one):
@@ -94,8 +102,7 @@ def test_a_step_of_few_rows_is_used_when_it_is_compiled(params, held):
         first = one.submit(SHORT, GREEDY).result().tokens
         assert not one._core.runner._sizes
         held.set()
-        while not one._core.runner._sizes:
-            pass
+        wait_until(lambda: one._core.runner._sizes)
         assert one.submit(SHORT, GREEDY).result().tokens == first
 
 
@@ -145,6 +152,5 @@ def test_prompts_are_read_alone_until_the_program_for_both_is_compiled(params, h
         one.run()
         assert all(len(stream.result().tokens) == 4 for stream in streams) and rows == expected
         held.set()
-        while not one._core.compiler.is_compiled(Task(("together", 2, 32, ()), lambda: None)):
-            pass
+        wait_until(lambda: one._core.compiler.is_compiled(Task(("together", 2, 32, ()), lambda: None)))
     one._core.compiler.close()
