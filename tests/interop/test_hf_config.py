@@ -284,7 +284,7 @@ TINY = DecoderConfig(vocab_size=96, embed_dim=32, num_layers=2, num_heads=4, mlp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(positions="none"), "positions = 'none'"),
+        (dict(positions="none", bias="qkv"), "granitemoehybrid is the nearest, without bias = 'qkv'"),
         (dict(moe=Moe(num_experts=4, routing="expert_choice")), "moe = "),
         (dict(bias="qkv", qk_norm="head"), "qk_norm = 'head'"),
         (dict(logit_soft_cap=30.0), "logit_soft_cap = 30.0"),

@@ -36,6 +36,7 @@ TASKS = {
         (f"runs/{name}.gin" for name in ("reward", "orpo", "simpo", "cpo", "dpo")), "tasks/preferences.gin"
     ),
     "runs/kto.gin": "tasks/unpaired.gin",
+    "runs/process_reward.gin": "tasks/steps.gin",
     **dict.fromkeys(
         (
             f"runs/{name}.gin"
@@ -76,6 +77,8 @@ def parse(files: list[str]) -> None:
     given = dict(GIVEN)
     if any("gemma3n" in file for file in files):
         given["Trainer.model"] = "@Gemma3nConfig()"  # as the files say
+    if "runs/distill.gin" in files:
+        given["Distillation.stored"] = "'teacher'"  # or a TEACHER, which the verbs read
     while True:
         try:
             return config.parse(files, [f"{name} = {value}" for name, value in given.items()])

@@ -14,7 +14,7 @@ def trainer_of(init_from, own):
 
 
 def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp_path):
-    def load(path):
+    def load(path, model):
         assert path == str(tmp_path / "model.gguf")
         return "a reader"
 
@@ -23,9 +23,12 @@ def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp
     (tmp_path / "own" / "checkpoints" / "3" / manifest.NAME).touch()
     for init_from, want in ((None, None), (tmp_path / "base", None), (tmp_path / "model.gguf", "a reader")):
         trainer = trainer_of(init_from and str(init_from), tmp_path / "new")
-        assert initialization.reader(trainer, load) == initialization.reader_again(trainer, load) == want
+        assert initialization.reader(trainer, None, load) == initialization.reader_again(trainer, None, load) == want
         trainer = trainer_of(init_from and str(init_from), tmp_path / "own")
-        assert initialization.reader(trainer, load) is None and initialization.reader_again(trainer, load) == want
+        assert (
+            initialization.reader(trainer, None, load) is None
+            and initialization.reader_again(trainer, None, load) == want
+        )
 
 
 def test_a_reference_is_read_as_the_run_was_begun(tmp_path, monkeypatch):
@@ -38,7 +41,7 @@ def test_a_reference_is_read_as_the_run_was_begun(tmp_path, monkeypatch):
             trainer,
             None,
             None,
-            lambda path: "a reader",
+            lambda path, model: "a reader",
             lambda key, pretrained: types.SimpleNamespace(params=pretrained),
         )
     assert seen == [None, "a reader"]

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.config import configurable
+from capibara.core.fields import FilePath
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.models.api import Head, Model, TransformerConfig
@@ -30,7 +31,7 @@ class Teacher:
       vocabulary: its tokenizer, which must have the tokens of the run's; None: it is not compared.
     """
 
-    path: str
+    path: FilePath
     model: TransformerConfig
     vocabulary: Vocabulary | None = None
 

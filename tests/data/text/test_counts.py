@@ -15,6 +15,7 @@ import zstandard
 from capibara.config import search
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource, UnpairedJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
+from capibara.data.chat.steps import StepsJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.shards.source import Format, ShardedSource
 from capibara.data.sources.hugging_face import HuggingFaceSource
@@ -34,6 +35,7 @@ from tests.data.sources import odd_files
 TEXTS = [{"text": f"number {i}"} for i in range(30)]
 CHATS = [{"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]} for i in range(30)]
 PAIRS = [{"prompt": f"q{i}", "chosen": "yes", "rejected": "no"} for i in range(30)]
+SOLVED = [{"prompt": f"q{i}", "steps": ["a", "b"], "labels": [True, i % 2 == 0]} for i in range(30)]
 RATED = [{"prompt": f"q{i}", "completion": "yes", "label": i % 2 == 0} for i in range(30)]
 
 
@@ -107,6 +109,11 @@ CASES = {
     ),
     PromptJsonlSource: (
         lambda folder, template: PromptJsonlSource(files=written(folder, PAIRS), template=template, validation_fraction=0.3),
+        32,
+        2,
+    ),
+    StepsJsonlSource: (
+        lambda folder, template: StepsJsonlSource(files=written(folder, SOLVED), template=template, validation_fraction=0.3),
         32,
         2,
     ),
