@@ -84,6 +84,7 @@ class Compiler:
                 self._compiled.add(task.key)
                 self._wanted.pop(task.key, None)
                 self._changed.notify_all()
+            del task  # else it would hold its requests until there is another one
 
     def _next(self) -> Task | None:
         """The next task, which stays among those that are wanted until it is compiled; None: the thread ends."""

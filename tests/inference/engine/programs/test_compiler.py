@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import jax
 import pytest
@@ -154,3 +156,16 @@ def test_prompts_are_read_alone_until_the_program_for_both_is_compiled(params, h
         held.set()
         wait_until(lambda: one._core.compiler.is_compiled(Task(("together", 2, 32, ()), lambda: None)))
     one._core.compiler.close()
+
+
+def test_a_task_is_let_go_when_it_is_compiled():
+    class Held:
+        pass
+
+    held, compiler = Held(), Compiler()
+    alive = weakref.ref(held)
+    compiler.start()
+    compiler.add(Task("a", lambda held=held: None))
+    del held
+    wait_until(lambda: gc.collect() >= 0 and alive() is None)
+    compiler.close()
