@@ -159,10 +159,10 @@ def test_prompts_are_read_alone_until_the_program_for_both_is_compiled(params, h
 
 
 def test_a_task_is_let_go_when_it_is_compiled():
-    class Held:
+    class Anything:
         pass
 
-    held, compiler = Held(), Compiler()
+    held, compiler = Anything(), Compiler()
     alive = weakref.ref(held)
     compiler.start()
     compiler.add(Task("a", lambda held=held: None))
