@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from capibara.core.types import PyTree
+
+_log = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
@@ -78,8 +81,8 @@ class Compiler:
         while (task := self._next()) is not None:
             try:
                 task.compile()
-            except Exception:  # noqa: S110  # the call of the program raises it again, where faults are handled
-                pass
+            except Exception as error:  # the call of the program raises it again, where faults are handled
+                _log.warning("a program for %s does not compile ahead of its requests: %r", task.key, error)
             with self._changed:
                 self._compiled.add(task.key)
                 self._wanted.pop(task.key, None)

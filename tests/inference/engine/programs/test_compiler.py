@@ -12,6 +12,7 @@ import pytest
 
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.programs import compiler as compiler_module
 from capibara.inference.engine.programs.compiler import Compiler, Task
 from capibara.inference.engine.runner import step_rows
 from capibara.inference.sampling.sampling import Sampling
@@ -169,3 +170,14 @@ def test_a_task_is_let_go_when_it_is_compiled():
     del held
     wait_until(lambda: gc.collect() >= 0 and alive() is None)
     compiler.close()
+
+
+def test_a_task_that_fails_is_logged_and_counts_as_compiled(monkeypatch):
+    """Its call raises the error again, as a fault of its requests."""
+    compiler, lines = Compiler(), []
+    monkeypatch.setattr(compiler_module._log, "warning", lambda text, *args: lines.append(text % args))
+    task = Task("a", lambda: 1 / 0)
+    compiler.start()
+    wait_until(lambda: compiler.is_compiled(task))
+    compiler.close()
+    assert lines == ["a program for a does not compile ahead of its requests: ZeroDivisionError('division by zero')"]
