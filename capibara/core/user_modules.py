@@ -119,8 +119,8 @@ def explained(error: BaseException) -> UserError | None:
     Returns:
       None: it is no error of the user's code, or one that capibara itself raised on purpose.
     """
-    own = type(error).__module__.partition(".")[0] == "capibara" or type(error).__name__ in _OF_THE_DEVICES
-    if own or not isinstance(error, (Exception, SystemExit)):
+    is_internal = type(error).__module__.partition(".")[0] == "capibara" or type(error).__name__ in _OF_THE_DEVICES
+    if is_internal or not isinstance(error, (Exception, SystemExit)):
         return None
     if (where := _raised_in(error) or _called(error)) is None:
         return None
@@ -128,11 +128,11 @@ def explained(error: BaseException) -> UserError | None:
 
 
 @contextlib.contextmanager
-def attributed(what: str, *parts: object) -> Iterator[None]:
+def attributed(action: str, *parts: object) -> Iterator[None]:
     """A context whose errors are the user's mistakes if a class of the user's takes part: JAX traces what it returned.
 
     Args:
-      what: is done, for the error.
+      action: what is done, for the error.
       parts: classes, or objects of them; without one of the user's among them nothing is changed.
 
     Raises:
@@ -141,12 +141,12 @@ def attributed(what: str, *parts: object) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        own = [name for part in parts if (name := own_class(part)) is not None]
-        if isinstance(error, UserError) or not own or explained(error) is not None:
+        classes = [name for part in parts if (name := own_class(part)) is not None]
+        if isinstance(error, UserError) or not classes or explained(error) is not None:
             raise
-        names = " and ".join(dict.fromkeys(own))
+        names = " and ".join(dict.fromkeys(classes))
         raise UserError(
-            f"{what} with {names} fails: {said_by(error)}: mend {names}; {TRACEBACK}=1 shows the whole traceback"
+            f"{action} with {names} fails: {said_by(error)}: mend {names}; {TRACEBACK}=1 shows the whole traceback"
         ) from error
 
 
@@ -156,8 +156,10 @@ def failed_import(error: BaseException, module: str) -> UserError:
         where = f"{_shown(error.filename)}:{error.lineno}"
     else:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
-        own = [f for f in frames if not _below(f.filename, _PACKAGE) and not _is_installed(f.filename)] or frames[-1:]
-        where = f"{_shown(own[-1].filename)}:{own[-1].lineno}"
+        user_frames = [
+            f for f in frames if not _below(f.filename, _PACKAGE) and not _is_installed(f.filename)
+        ] or frames[-1:]
+        where = f"{_shown(user_frames[-1].filename)}:{user_frames[-1].lineno}"
     return UserError(f"{module} cannot be imported: {where}: {said_by(error)}: mend it there")
 
 
@@ -238,7 +240,7 @@ def without_working_directory() -> None:
     if module.partition(".")[0] != "capibara" or sys.flags.safe_path or not sys.path:
         return
     if os.path.abspath(sys.path[0] or ".") == os.getcwd():
-        own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         elsewhere = importlib.machinery.PathFinder.find_spec("capibara", sys.path[1:])
-        if own != os.getcwd() or (elsewhere is not None and elsewhere.origin is not None):
+        if root != os.getcwd() or (elsewhere is not None and elsewhere.origin is not None):
             del sys.path[0]

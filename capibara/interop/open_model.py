@@ -262,8 +262,10 @@ def loader(path: str, model: Model) -> Loader:
         if name in ("rope", "window", "layer_pattern"):
             logging.getLogger(__name__).warning("%s was trained with another %s than this run's", path, name)
             continue
-        own = type(model.config).__name__
-        raise UserError(f"{own}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that")
+        class_name = type(model.config).__name__
+        raise UserError(
+            f"{class_name}.{name} is {_plain(ours)}, {path} was trained with {_plain(theirs)}: set it to that"
+        )
     _matched(foreign, _shapes(model), model)
     return Loader(foreign, model)
 
@@ -435,7 +437,7 @@ class _PaddedModel:
 
     def read(self, name: str) -> np.ndarray:
         value = self._foreign.read(name)
-        return np.pad(value, [(0, size - own) for size, own in zip(self._shapes[name], value.shape, strict=True)])
+        return np.pad(value, [(0, size - extent) for size, extent in zip(self._shapes[name], value.shape, strict=True)])
 
 
 def _padded(
@@ -506,8 +508,8 @@ def _check_memory(shapes: Mapping[str, Shape], targets: Mapping[str, jax.shardin
     """Raises if this host's memory cannot hold its shards; otherwise the system would kill the process."""
     need = 0
     for path, shape in shapes.items():
-        own: Iterable[jax.Device] = targets[path].addressable_devices
-        if all(device.platform == "cpu" for device in own):
+        devices: Iterable[jax.Device] = targets[path].addressable_devices
+        if all(device.platform == "cpu" for device in devices):
             shard = math.prod(targets[path].shard_shape(shape)) * dtype.itemsize
             need += shard * len(targets[path].addressable_devices)
     if need > (have := limits.host_bytes()):
@@ -557,8 +559,8 @@ def _assembled(
             parts = row.split(finite.check(stored[name], foreign.read(stored[name])), shapes)
             for i in held:
                 path, index, _ = group[i]
-                own = tuple(number - (part.start or 0) for number, part in zip(at, index))
-                buffers[i][own] = parts[path][index[len(at) :]]
+                place = tuple(number - (part.start or 0) for number, part in zip(at, index))
+                buffers[i][place] = parts[path][index[len(at) :]]
         for buffer, (path, _, devices) in zip(buffers, group):
             placed[path] += jax.block_until_ready([jax.device_put(buffer, device) for device in devices])
     return {
@@ -587,12 +589,12 @@ def _groups(shards: Iterator[Shard], shapes: Mapping[str, Shape], dtype: np.dtyp
     group: list[Shard] = []
     size = 0
     for shard in shards:
-        own = math.prod(_extent(shard[1], shapes[shard[0]])) * dtype.itemsize
-        if group and size + own > _BUFFER_BYTES:
+        shard_bytes = math.prod(_extent(shard[1], shapes[shard[0]])) * dtype.itemsize
+        if group and size + shard_bytes > _BUFFER_BYTES:
             yield group
             group, size = [], 0
         group.append(shard)
-        size += own
+        size += shard_bytes
     yield group
 
 

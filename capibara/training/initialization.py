@@ -96,8 +96,8 @@ def check_there(trainer: Trainer) -> None:
 
 
 def _resumes(trainer: Trainer) -> bool:
-    own = step_folders.folder_of(trainer.model_dir)
-    return own.is_dir() and bool(step_folders.steps(own))
+    folder = step_folders.folder_of(trainer.model_dir)
+    return folder.is_dir() and bool(step_folders.steps(folder))
 
 
 def starts(trainer: Trainer, model: Model, mesh: Mesh, load: Load | None) -> tuple[Callable[[], Params], ...]:
@@ -132,8 +132,8 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        said = str(error).replace("Trainer.init_from", name)
-        raise UserError(said if name in said else f"{name}: {said}") from error
+        message = str(error).replace("Trainer.init_from", name)
+        raise UserError(message if name in message else f"{name}: {message}") from error
 
 
 def initial_params(
@@ -185,11 +185,11 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
     """
     plain, target = model.plain, _plain_target(trainer, model, mesh)
     if isinstance(read, Adapted):
-        own = model if read.merged is None else api.build(dataclasses.replace(plain.config, lora=read.merged))
-        beside = sharding.shardings(mesh, trainer.plan.rules, own.axes, own.abstract_params)
-        values = read.adapters(states.with_shardings(own.trained(own.abstract_params), own.trained(beside)))
+        adapted = model if read.merged is None else api.build(dataclasses.replace(plain.config, lora=read.merged))
+        beside = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
+        values = read.adapters(states.with_shardings(adapted.trained(adapted.abstract_params), adapted.trained(beside)))
         params = tree.joined(values, read(target))
-        return params if read.merged is None else run_folder.merger(own, target)(params)
+        return params if read.merged is None else run_folder.merger(adapted, target)(params)
     if read is not None:
         return read(target)
     stored, created = _of_run(trainer, model, mesh, target)
@@ -303,8 +303,8 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
     if trainer.init_with is not InitWith.STATE:
         return None
     if read is None:
-        own = dataclasses.replace(target, ema=None, losses=None)
-        restored, state = run_folder.newest_state(_folder(trainer), own, trainer.checkpointing)
+        wanted = dataclasses.replace(target, ema=None, losses=None)
+        restored, state = run_folder.newest_state(_folder(trainer), wanted, trainer.checkpointing)
         step, opt_state = restored.step, state.opt_state
     elif not isinstance(read, HasOptimizer):
         raise _no_optimizer()
@@ -332,14 +332,14 @@ def _going_on(
     trainer: Trainer, model: Model, lora: Lora, mesh: Mesh, target: Params
 ) -> tuple[Params, Callable[[Params], Params]]:
     """As `_of_run`, of a run folder with adapters, which are kept and trained further."""
-    own, folder = model.config.lora, trainer.init_from
-    if own is None:
+    run_lora, folder = model.config.lora, trainer.init_from
+    if run_lora is None:
         raise UserError(
             f"Trainer.init_with is 'adapters', and {type(model.config).__name__}.lora is None: set it to @Lora() as "
             f"{folder} has it, or Trainer.init_with = 'merged'"
         )
     for field in dataclasses.fields(Lora):
-        ours, theirs = getattr(own, field.name), getattr(lora, field.name)
+        ours, theirs = getattr(run_lora, field.name), getattr(lora, field.name)
         if field.name != "dropout" and ours != theirs:
             raise UserError(f"Lora.{field.name} is {ours!r}, {folder} was trained with {theirs!r}: set it to that")
     shardings = sharding.shardings(mesh, trainer.plan.rules, model.axes, model.abstract_params)

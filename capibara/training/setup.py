@@ -133,7 +133,7 @@ def set_up(
       The set-up for the loop, and the checkpoint or pretrained weights from which the run starts.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
-    mesh, model, spec, hooks, read, own, batches, given = _check(trainer, devices, status, load)
+    mesh, model, spec, hooks, read, node_starts, batches, given = _check(trainer, devices, status, load)
     with contextlib.ExitStack() as undo:
         undo.callback(batches.close)
         checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
@@ -144,7 +144,7 @@ def set_up(
                 loaded.result()
             train_step = _compiled(trainer, model, mesh, compiler_options, spec, status)
             compiled_s = time.perf_counter()
-            initial = dataclasses.replace(loading.result(), starts=own)
+            initial = dataclasses.replace(loading.result(), starts=node_starts)
         if (restored := initial.checkpoint) is not None:
             spent["restore"] = time.perf_counter() - compiled_s
             hooks.check_resumed(restored[0].step)
@@ -203,13 +203,13 @@ def _check(
     hooks = trainer.training_method.hooks(trainer, model.trained(model.abstract_params), status)
     trainer.optimizer.schedule.learning_rates(trainer.steps)
     trainer.training_loss.checked_objective(model, trainer.dataset)
-    read, own = reader(trainer, model, load), starts(trainer, model, mesh, load)
+    read, node_starts = reader(trainer, model, load), starts(trainer, model, mesh, load)
     given = checks.given(trainer, model, mesh, spec.abstract, read, hooks, whole=whole)
     for note in given.notes if whole else (*given.notes, *checks.data_lines(given.counts)):
         status(note)
     if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
         merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
-    return _Checked(mesh, model, spec, hooks, read, own, given.batches, given)
+    return _Checked(mesh, model, spec, hooks, read, node_starts, given.batches, given)
 
 
 def check(trainer: Trainer, load: Load | None = None) -> list[str]:
@@ -299,9 +299,9 @@ def describe_state(trainer: Trainer, model: api.Model, mesh: Mesh) -> StateSpec:
         "opt_part": trainer.training_method.opt_part(trainer.plan),
     }
     tx = trainer.optimizer.transformation(trainer.steps, model.trained(model.axes))
-    if (own := user_modules.own_class(trainer.optimizer)) is not None:
+    if (user_class := user_modules.own_class(trainer.optimizer)) is not None:
         with user_modules.attributed("an update", trainer.optimizer):
-            optim.check_updates(tx, model.trained(model.abstract_params), own)
+            optim.check_updates(tx, model.trained(model.abstract_params), user_class)
     shardings = states.state_shardings(model, tx, mesh, trainer.plan.rules, **options)
     return StateSpec(tx, shardings, states.abstract_state(model, tx, shardings, **options), options)
 
@@ -354,10 +354,12 @@ def lower_step(trainer: Trainer, model: api.Model, mesh: Mesh, spec: StateSpec |
 
 def _check_means(trainer: Trainer, metrics: Mapping[str, object]) -> None:
     """Raises UserError if a loss of the user's names metrics that its step does not have; ours name optional ones."""
-    own = user_modules.own_class(trainer.loss)
-    for name in trainer.loss.means if trainer.loss is not None and own is not None else ():
+    user_class = user_modules.own_class(trainer.loss)
+    for name in trainer.loss.means if trainer.loss is not None and user_class is not None else ():
         if name not in metrics:
-            raise UserError(f"{own}.means has {name!r}, which is no metric of its steps{did_you_mean(name, metrics)}")
+            raise UserError(
+                f"{user_class}.means has {name!r}, which is no metric of its steps{did_you_mean(name, metrics)}"
+            )
 
 
 def _open_folder(trainer: Trainer, config: str, read: Read | None) -> Checkpoints:

@@ -387,9 +387,9 @@ class DecoderBase(nnx.Module):
     def _bias_at(self) -> dense.PositionBias | None:
         return None if self._distances is None else self._distances.at
 
-    def _length(self, kept: dense.Cache) -> int:
+    def _length(self, cache: dense.Cache) -> int:
         """The token capacity of the cache's rows."""
-        return self.config.max_length or paged.capacity(kept)
+        return self.config.max_length or paged.capacity(cache)
 
     def _kinds(self) -> dict[LayerKind, AttentionSpec]:
         config = self.config
@@ -475,9 +475,9 @@ class Decoder(DecoderBase):
             block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
             kind, is_dense = entry
-            own = shared._replace(dense=is_dense, number=number)
-            own = own if drop is None else own._replace(drop=drop.at(Site.LAYERS).at(number))
-            return block(x, rows, own, kinds[kind], kind)
+            layer_inputs = shared._replace(dense=is_dense, number=number)
+            layer_inputs = layer_inputs if drop is None else layer_inputs._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, layer_inputs, kinds[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
         stats: stack.Stats = {}
@@ -508,7 +508,7 @@ class Decoder(DecoderBase):
         return [(0, first), (first, count)] if first else [(0, count)]
 
     def read(
-        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: Batch, cache: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """The final hidden states [B, T, D] of the next `counts` tokens, and the updated cache.
 
@@ -517,26 +517,26 @@ class Decoder(DecoderBase):
           batch: `tokens` [B, T] and `counts` [B], the number of real tokens in each row. For a prefill of a prefix LM
             optionally `inputs` [B], the length of the prefix, by default all tokens. Optionally `adapters`, an
             unmerged.BatchAdapters.
-          kept: the cache.
+          cache: what was read before.
           is_prefill: whether the cache is empty.
         """
         config = self.config
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
             # Later tokens attend to the prefix causally.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
-        rows, kinds, x = self._rows(whole, self._length(kept)), self._kinds(), self._embed(whole)
+        rows, kinds, x = self._rows(whole, self._length(cache)), self._kinds(), self._embed(whole)
         of_layers: list[dense.LayerCache] = []
         shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
             kind, is_dense = self._entry(index)
-            own = shared._replace(dense=is_dense, number=index)
-            x, layer = block.cached(x, kept["layers"][index], now, rows, own, kinds[kind], kind)
+            layer_inputs = shared._replace(dense=is_dense, number=index)
+            x, layer = block.cached(x, cache["layers"][index], now, rows, layer_inputs, kinds[kind], kind)
             of_layers.append(layer)
-        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
-        return self._normed(x), kept
+        cache = cache | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
+        return self._normed(x), cache
 
     def begin(self, batch: Batch) -> jax.Array:
         """The input of the first layer, [B, T, D]."""

@@ -286,9 +286,9 @@ class Stack(nnx.Module):
 
     def _distances(self, block: Block | None = None) -> RelativeBias | None:
         """What adds a bias to the scores of a block, or those of all; None: nothing does."""
-        own = None if block is None else block.relative_bias
-        if own is not None or self.each_has_positions or self.config.positions is not Positions.RELATIVE:
-            return own
+        relative_bias = None if block is None else block.relative_bias
+        if relative_bias is not None or self.each_has_positions or self.config.positions is not Positions.RELATIVE:
+            return relative_bias
         return self.relative_bias
 
     def __call__(
@@ -310,8 +310,10 @@ class Stack(nnx.Module):
             block: Block, x: jax.Array, rows: Rows, layer_kind: LayerKind, number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
             bias = all_bias if block.relative_bias is None else block.relative_bias(length, row_positions)
-            own = None if drop is None else drop.at(Site.LAYERS).at(number)
-            return block(x, rows, Shared(row_positions=row_positions, bias=bias, step=step, drop=own), kind, layer_kind)
+            layer_drop = None if drop is None else drop.at(Site.LAYERS).at(number)
+            return block(
+                x, rows, Shared(row_positions=row_positions, bias=bias, step=step, drop=layer_drop), kind, layer_kind
+            )
 
         x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
         loop, numbered = self.config.layer_loop, drop is not None
@@ -332,12 +334,12 @@ class Stack(nnx.Module):
         return x_BTD, stats
 
     def read(
-        self, values: Sequence[Params], x_BTD: jax.Array, rows: Rows, kept: dense.Cache, now: dense.PrefillInputs
+        self, values: Sequence[Params], x_BTD: jax.Array, rows: Rows, cache: dense.Cache, now: dense.PrefillInputs
     ) -> tuple[jax.Array, list[dense.LayerCache]]:
         """The normalised output [B, T, D] for the new tokens, and the layers' updated caches."""
         kind = self.config.attention_kind(causal=True)
         of_layers: list[dense.LayerCache] = []
-        for block, layer in zip(stack.each(self.layers, values), kept["layers"], strict=True):
+        for block, layer in zip(stack.each(self.layers, values), cache["layers"], strict=True):
             distances, shared = self._distances(block), Shared()
             if distances is not None:
                 shared = Shared(bias=distances(x_BTD.shape[1]) if now.is_prefill else None, bias_at=distances.at)
@@ -407,8 +409,8 @@ class EncoderDecoder(nnx.Module):
             # The encoder's keys and values are not quantized: there is one copy, no longer than the encoder's input.
             exact = self.config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
             across = dense.empty_layer(self.config, batch, encoder_length, exact)
-            own = dense.empty_layer(self.config, batch, length, dtype)
-            return own | {f"cross_{name}": x for name, x in across.items()}
+            layer_cache = dense.empty_layer(self.config, batch, length, dtype)
+            return layer_cache | {f"cross_{name}": x for name, x in across.items()}
 
         return {
             "lengths": jnp.zeros(batch, jnp.int32),
@@ -417,19 +419,19 @@ class EncoderDecoder(nnx.Module):
         }
 
     def read(
-        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: Batch, cache: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """Like `Decoder.read`. The batch of a prefill also has the encoder's entries, which are encoded here."""
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
-        encoded, segments = None, kept["encoder_segment_ids"]
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
+        encoded, segments = None, cache["encoder_segment_ids"]
         if is_prefill:
             encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
             segments = jnp.asarray(batch["encoder_segment_ids"])
         rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)
         x = self.decoder.embed(self._embed(batch["tokens"]), now.positions)
-        x, of_layers = self.decoder.read(values, x, rows, kept, now)
-        kept = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
-        return self._scaled(x), kept
+        x, of_layers = self.decoder.read(values, x, rows, cache, now)
+        cache = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
+        return self._scaled(x), cache
 
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T. With a bias [V, D + 1], its last column the bias."""

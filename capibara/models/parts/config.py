@@ -278,19 +278,19 @@ class TransformerConfig(Layers):
     dropout_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        own = type(self).__name__
+        class_name = type(self).__name__
         _check_numbers(self)
         _check_variants(self)
         if self.num_heads % self.kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             nearest = min(divisors, key=lambda d: abs(d - self.kv_heads))
             raise UserError(
-                f"{own}.num_kv_heads ({self.kv_heads}) must divide num_heads ({self.num_heads}): try {nearest}"
+                f"{class_name}.num_kv_heads ({self.kv_heads}) must divide num_heads ({self.num_heads}): try {nearest}"
             )
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise UserError(
-                f"{own}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
-                f"or set {own}.head_dim"
+                f"{class_name}.embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads}), "
+                f"or set {class_name}.head_dim"
             )
 
     @property
@@ -409,122 +409,122 @@ def longest_encoded(config: TransformerConfig) -> int | None:
 
 
 def _check_numbers(config: TransformerConfig) -> None:
-    own = type(config).__name__
+    class_name = type(config).__name__
     if not 0 <= config.dropout_rate < 1:
-        raise UserError(f"{own}.dropout_rate is {config.dropout_rate}, must be from 0 to below 1: try 0.1")
+        raise UserError(f"{class_name}.dropout_rate is {config.dropout_rate}, must be from 0 to below 1: try 0.1")
     for name in ("vocab_size", "embed_dim", "num_layers", "num_heads", "mlp_dim", "kv_heads"):
         least = 0 if name == "mlp_dim" else 1
         if getattr(config, name) < least:
-            raise UserError(f"{own}.{name} is {getattr(config, name)}, must be at least {least}")
+            raise UserError(f"{class_name}.{name} is {getattr(config, name)}, must be at least {least}")
         if getattr(config, name) >= 2**31:
-            raise UserError(f"{own}.{name} is {getattr(config, name)}, must be below 2**31: no device has room")
+            raise UserError(f"{class_name}.{name} is {getattr(config, name)}, must be below 2**31: no device has room")
     for name, default in (("head_dim", "embed_dim / num_heads"), ("max_length", "no limit")):
         value = getattr(config, name)
         if value is not None and value < 1:
-            raise UserError(f"{own}.{name} is {value}, must be at least 1, or None: {default}")
+            raise UserError(f"{class_name}.{name} is {value}, must be at least 1, or None: {default}")
     for name, usual in _POSITIVE.items():
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{own}.{name} is {value}, must be finite and above 0: try {usual}")
+            raise UserError(f"{class_name}.{name} is {value}, must be finite and above 0: try {usual}")
 
 
 def _check_variants(config: TransformerConfig) -> None:
-    own = type(config).__name__
+    class_name = type(config).__name__
     if config.activation is not Activation.CLAMPED_SWIGLU and (config.swiglu_alpha, config.swiglu_limit) != (
         1.702,
         7.0,
     ):
         raise UserError(
-            f"{own}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
+            f"{class_name}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
             f"{str(config.activation)!r}: leave them out"
         )
     if config.moe is not None and len(config.dense_layers) == config.num_layers:
         raise UserError(
             f"Moe.first_dense ({config.moe.first_dense}) and pattern ({', '.join(config.moe.pattern)}) leave none of "
-            f"{own}.num_layers ({config.num_layers}) layers experts: try "
-            f"{max(0, config.num_layers - len(config.moe.pattern))} first ones, or leave {own}.moe out"
+            f"{class_name}.num_layers ({config.num_layers}) layers experts: try "
+            f"{max(0, config.num_layers - len(config.moe.pattern))} first ones, or leave {class_name}.moe out"
         )
     _check_multipliers(config)
     if config.activation is Activation.XIELU and config.moe is not None:
-        raise UserError(f"{own}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
+        raise UserError(f"{class_name}.activation ('xielu') has parameters, experts have none for it: try 'silu'")
     if config.residual is Residual.SHARED and config.norm_placement is not NormPlacement.PRE:
         raise UserError(
-            f"{own}.residual ('shared') has one norm for both branches, norm_placement is "
-            f"{str(config.norm_placement)!r}: set {own}.norm_placement = 'pre', or residual = 'parallel'"
+            f"{class_name}.residual ('shared') has one norm for both branches, norm_placement is "
+            f"{str(config.norm_placement)!r}: set {class_name}.norm_placement = 'pre', or residual = 'parallel'"
         )
     if config.latent is not None:
         _check_latent(config, config.latent)
     if config.inner_norm is not InnerNorm.NONE and config.moe is not None:
-        raise UserError(f"{own}.inner_norm is for MLPs, not for experts: leave it out, or moe")
+        raise UserError(f"{class_name}.inner_norm is for MLPs, not for experts: leave it out, or moe")
     if config.moe is not None and config.moe.weighted is Weighted.INPUTS and config.bias.of_mlp:
         raise UserError(
-            f"Moe.weighted is 'inputs', must be with experts without biases, {own}.bias is {str(config.bias)!r}: write 'none'"
+            f"Moe.weighted is 'inputs', must be with experts without biases, {class_name}.bias is {str(config.bias)!r}: write 'none'"
         )
     positions = getattr(config, "positions", Positions.NONE)
     if config.embedding_scale is EmbeddingScale.TOKENS and not positions.added:
         raise UserError(
-            f"{own}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
+            f"{class_name}.embedding_scale ('tokens') is for positions that are added to the tokens, and positions are "
             f"{str(positions)!r}: write 'sqrt_dim'"
         )
     if config.head is Head.SCORE and (config.data_kind != "causal" or config.head_bias is not HeadBias.NONE):
         raise UserError(
-            f"{own}.head is 'score', which causal decoders without head_bias have alone: set it to 'tied' or 'separate'"
+            f"{class_name}.head is 'score', which causal decoders without head_bias have alone: set it to 'tied' or 'separate'"
         )
     if config.value_head and (config.data_kind != "causal" or config.head is Head.SCORE):
         raise UserError(
-            f"{own}.value_head is True, which causal decoders with logits have alone: set it to False, or {own}.head = 'tied'"
+            f"{class_name}.value_head is True, which causal decoders with logits have alone: set it to False, or {class_name}.head = 'tied'"
         )
 
 
 def _check_multipliers(config: TransformerConfig) -> None:
-    own, multipliers = type(config).__name__, config.multipliers
+    class_name, multipliers = type(config).__name__, config.multipliers
     if multipliers.mlp_gate != 1 and config.moe is not None:
         raise UserError(
-            f"Multipliers.mlp_gate ({multipliers.mlp_gate}) must be 1.0 with {own}.moe, it is of MLPs: leave it out, or moe"
+            f"Multipliers.mlp_gate ({multipliers.mlp_gate}) must be 1.0 with {class_name}.moe, it is of MLPs: leave it out, or moe"
         )
     of_mixers = (multipliers.mixer_input, multipliers.mixer_output, multipliers.mixer_residual)
     if config.mixer is None and of_mixers != (1.0, 1.0, 1.0):
         raise UserError(
-            f"Multipliers.mixer_input, mixer_output and mixer_residual {of_mixers} must be 1.0 where {own}.mixer is None: "
+            f"Multipliers.mixer_input, mixer_output and mixer_residual {of_mixers} must be 1.0 where {class_name}.mixer is None: "
             "leave them out"
         )
     in_stream = config.norm_placement is NormPlacement.STREAM
     if multipliers.residuals != (1.0, 1.0, 1.0) and not in_stream:
         raise UserError(
             f"Multipliers.attention_residual, mixer_residual and mlp_residual {multipliers.residuals} must be 1.0 where "
-            f"{own}.norm_placement is {str(config.norm_placement)!r}: leave them out, or write 'stream'"
+            f"{class_name}.norm_placement is {str(config.norm_placement)!r}: leave them out, or write 'stream'"
         )
     if in_stream and config.residual is not Residual.SEQUENTIAL:
         raise UserError(
-            f"{own}.norm_placement is 'stream' and residual {str(config.residual)!r}, which has no such norms: write "
+            f"{class_name}.norm_placement is 'stream' and residual {str(config.residual)!r}, which has no such norms: write "
             "'sequential'"
         )
     if multipliers.mlp_gate != 1 and not config.activation.gated:
         raise UserError(
-            f"Multipliers.mlp_gate ({multipliers.mlp_gate}) must be 1.0 without a gate, {own}.activation is "
+            f"Multipliers.mlp_gate ({multipliers.mlp_gate}) must be 1.0 without a gate, {class_name}.activation is "
             f"{str(config.activation)!r}: leave it out, or try 'swiglu'"
         )
 
 
 def _check_latent(config: TransformerConfig, latent: LatentAttention) -> None:
-    own, size = type(config).__name__, config.head_size
+    class_name, size = type(config).__name__, config.head_size
     if latent.rotary_dim >= size or latent.value_dim > size:
         raise UserError(
-            f"{own}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
+            f"{class_name}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
             f"value_dim ({latent.value_dim}): try {latent.rotary_dim + latent.value_dim}"
         )
     if latent.indexer is not None and (
         LayerKind.LOCAL in config.kinds or getattr(config, "inputs_attention", "causal") != "causal"
     ):
         raise UserError(
-            f"LatentAttention.indexer is for causal layers without a window, {own}.layer_pattern or inputs_attention has others: "
+            f"LatentAttention.indexer is for causal layers without a window, {class_name}.layer_pattern or inputs_attention has others: "
             "leave it out, or these"
         )
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     for name in _NOT_LATENT:
         if getattr(config, name) != defaults[name]:
             raise UserError(
-                f"{own}.{name} ({getattr(config, name)!s}) has no effect with {own}.latent: leave it out, or latent"
+                f"{class_name}.{name} ({getattr(config, name)!s}) has no effect with {class_name}.latent: leave it out, or latent"
             )
 
 

@@ -57,7 +57,7 @@ class ConsensusConfig(Settings, Strategy):
         everywhere: PyTree = NamedSharding(jax.tree.leaves(params)[0].mesh, PartitionSpec())
         of_nodes = jax.tree.map(on_nodes, params)
         place = functools.partial(
-            optax.tree.map_params, self.outer.build(), lambda _, own: own, transform_non_params=lambda _: everywhere
+            optax.tree.map_params, self.outer.build(), lambda _, spec: spec, transform_non_params=lambda _: everywhere
         )
         if self.fragments == 1:
             outer = place(state.outer, params)
@@ -83,8 +83,8 @@ class ConsensusConfig(Settings, Strategy):
         return tuple(self.outer.init(part) for part in parts_of(params, fragments(params, self.fragments)))
 
     def begun(self, state: PyTree, node: jax.Array, params: Params) -> Nodes:
-        own = jax.tree.map(lambda x, new: x.at[node].set(new.astype(x.dtype)), state.params, params)
-        return dataclasses.replace(state, params=own)
+        updated = jax.tree.map(lambda x, new: x.at[node].set(new.astype(x.dtype)), state.params, params)
+        return dataclasses.replace(state, params=updated)
 
     def step(self, nodes: NodesPrograms, mesh: Mesh, params: PyTree) -> StrategyStep:
         meet = (meeting if self.fragments == 1 else meeting_in_turn)(self, nodes, mesh, params)
@@ -92,9 +92,9 @@ class ConsensusConfig(Settings, Strategy):
         in_groups = group_means(mesh, specs, self.groups) if self.does(StrategyName.HIERARCHICAL) else None
 
         def run(number: jax.Array, agreed: Params, average: Params | None, state: Nodes, batch: Batch) -> Round:
-            own, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
+            node_params, opt_state, metrics = nodes.step(state.params, state.opt_state, number, batch)
             if self.does(StrategyName.CONVEXITY):
-                own = _towards(own, agreed, self.proximal * metrics["learning_rate"])
+                node_params = _towards(node_params, agreed, self.proximal * metrics["learning_rate"])
             updated = jnp.isfinite(metrics["loss"]) & (metrics.get("skipped", 0.0) == 0)
             weight = jnp.where(updated, weight_of(metrics), 0.0)
             losses = state.losses + jnp.stack([jnp.nan_to_num(metrics["loss"]) * weight, weight], axis=1)
@@ -102,10 +102,10 @@ class ConsensusConfig(Settings, Strategy):
             if in_groups is not None:
                 meets = ((number + 1) % self.group_every == 0) & ~due
                 has_part = quality_of(losses) >= (self.quality_threshold or 0.0)
-                own = jax.lax.cond(meets, in_groups, lambda own, _: own, own, has_part)
+                node_params = jax.lax.cond(meets, in_groups, lambda node_params, _: node_params, node_params, has_part)
             if self.frozen:
-                own = held(self.frozen, state.params, own)
-            state = dataclasses.replace(state, params=own, opt_state=opt_state, losses=losses)
+                node_params = held(self.frozen, state.params, node_params)
+            state = dataclasses.replace(state, params=node_params, opt_state=opt_state, losses=losses)
             agreed, average, state = jax.lax.cond(
                 due, lambda: meet(agreed, average, state, number, batch), lambda: (agreed, average, state)
             )
@@ -151,14 +151,14 @@ def _reason(config: ConsensusConfig, metrics: Mapping[str, float], name: str) ->
     return "its parameters are not finite, or too far from all others"
 
 
-def _towards(own: Params, agreed: Params, strength: jax.Array) -> Params:
+def _towards(params: Params, agreed: Params, strength: jax.Array) -> Params:
     """The proximal step of strength [nodes] / 2 * |own - agreed|^2."""
 
     def step(x: jax.Array, anchor: jax.Array) -> jax.Array:
         share = along(strength, x).astype(x.dtype)
         return (x + share * anchor) / (1 + share)
 
-    return jax.tree.map(step, own, agreed)
+    return jax.tree.map(step, params, agreed)
 
 
 def _shown(metrics: Metrics, state: Nodes) -> dict[str, jax.Array]:

@@ -60,12 +60,12 @@ def check(dataset: Dataset, model_dir: str) -> OwnFiles | None:
     taken = _taken(dataset)
     if not taken.files:
         return None
-    own = stores.folder_of(model_dir) / OWN
-    changed = [name for name in taken.deciding if _read(own / name) != taken.files.get(name)]
+    folder = stores.folder_of(model_dir) / OWN
+    changed = [name for name in taken.deciding if _read(folder / name) != taken.files.get(name)]
     if changed and _has_copy(_paths(model_dir)):
         paths, names = " and ".join(taken.places), ", ".join(changed)
         raise UserError(
-            f"the tokenizer of {paths} is not the one with which this run started ({names} differs from {own}): restore "
+            f"the tokenizer of {paths} is not the one with which this run started ({names} differs from {folder}): restore "
             "it, or start another run with Trainer.init_from and a new MODEL_DIR"
         )
     return taken
@@ -97,8 +97,8 @@ def of_run(trainer: _Run, model_dir: str | None = None) -> _Run:
         gone = {
             n: path for n, path in paths.items() if (always or not tokenizer_files.is_there(path)) and path in known()
         }
-        own = {name: _local(model_dir, known()[path]) for name, path in gone.items()}
-        return dataclasses.replace(value, **own) if own else value
+        copies = {name: _local(model_dir, known()[path]) for name, path in gone.items()}
+        return dataclasses.replace(value, **copies) if copies else value
 
     if vocabulary is not None:
         vocabulary = moved(vocabulary, *vocabulary.path_fields)
@@ -106,9 +106,9 @@ def of_run(trainer: _Run, model_dir: str | None = None) -> _Run:
     if (
         dataclasses.is_dataclass(source)
         and isinstance(template, ChatTemplate)
-        and (own := moved(template, "tokenizer", "template")) is not template
+        and (local_template := moved(template, "tokenizer", "template")) is not template
     ):
-        source = dataclasses.replace(source, template=own)
+        source = dataclasses.replace(source, template=local_template)
     if vocabulary is dataset.vocabulary and source is dataset.source:
         return trainer
     return dataclasses.replace(trainer, dataset=dataclasses.replace(dataset, vocabulary=vocabulary, source=source))
@@ -117,10 +117,10 @@ def of_run(trainer: _Run, model_dir: str | None = None) -> _Run:
 def _taken(dataset: Dataset) -> OwnFiles:
     """The files of a run's tokenizer and chat template, and the path of each copy in the run folder."""
     vocabulary, template = dataset.vocabulary, getattr(dataset.source, "template", None)
-    own = OwnFiles({}, {}, ())
+    declared = OwnFiles({}, {}, ())
     if vocabulary is not None:
-        own = returned(vocabulary.own_files(), OwnFiles, f"{type(vocabulary).__name__}.own_files")
-    files, places = dict(own.files), dict(own.places)
+        declared = returned(vocabulary.own_files(), OwnFiles, f"{type(vocabulary).__name__}.own_files")
+    files, places = dict(declared.files), dict(declared.places)
     if isinstance(template, ChatTemplate):
         beside = tokenizer_files.beside(template.tokenizer)
         if all(files.get(name, content) == content for name, content in beside.items()):  # it is the vocabulary's
@@ -129,7 +129,7 @@ def _taken(dataset: Dataset) -> OwnFiles:
         if _is_path(template.template):  # in place of the one beside
             files[TEMPLATE_FILE] = tokenizer_files.read_bytes(tokenizer_files.local(template.template))
             places[template.template] = f"{OWN}/{TEMPLATE_FILE}"
-    return OwnFiles(files, places, own.deciding)
+    return OwnFiles(files, places, declared.deciding)
 
 
 def _is_path(value: str | None) -> TypeGuard[str]:

@@ -109,11 +109,13 @@ class SharedKeysDecoder(DecoderBase):
         kinds = config.kinds[segment.start : segment.stop]
 
         def apply(
-            block: SharedKeysBlock, x: jax.Array, beside: _Beside, kind: LayerKind, own: _OfLayer
+            block: SharedKeysBlock, x: jax.Array, beside: _Beside, kind: LayerKind, of_layer: _OfLayer
         ) -> tuple[jax.Array, stack.Stats]:
             rows, shared = beside
             assert rows.angles is not None, "positions are rotary"
-            inputs = LayerInputs(kind, own[0], config.sparsity(segment.start), own[1], training=step is not None)
+            inputs = LayerInputs(
+                kind, of_layer[0], config.sparsity(segment.start), of_layer[1], training=step is not None
+            )
             read = shared[kind] if segment.reads else None
             x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, row_positions_T)
             return x, {f"{kind}_key": k, f"{kind}_value": v} if segment.stores else {}
@@ -121,12 +123,12 @@ class SharedKeysDecoder(DecoderBase):
         start = segment.start % len(config.layer_pattern)
         pattern = config.layer_pattern[start:] + config.layer_pattern[:start]
         loop = LayerLoop.UNROLL if segment.stores else config.layer_loop  # a scan would stack what a few layers store
-        own = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
+        of_segment = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
         span, both = (segment.start, segment.stop), (rows, shared)
         x, retained = stack.run(
             self.layers, x, both, apply, pattern, loop, remat,
             all_trained=config.lora is None and not config.untrained,
-            beside=own, span=span, some=config.module_layers,
+            beside=of_segment, span=span, some=config.module_layers,
         )  # fmt: skip
         stored = set(kinds) if segment.stores else set()
         return x, {kind: (retained[f"{kind}_key"][-1], retained[f"{kind}_value"][-1]) for kind in stored}
@@ -139,13 +141,13 @@ class SharedKeysDecoder(DecoderBase):
         return cache | {"layers": cache["layers"][: self.config.kv_layers]}
 
     def read(
-        self, values: Sequence[Params], batch: Batch, kept: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: Batch, cache: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """As of every decoder."""
         config, specs = self.config, self._kinds()
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], kept, is_prefill)
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
-        rows, embedding = self._rows(whole, self._length(kept)), self._embed(whole)
+        rows, embedding = self._rows(whole, self._length(cache)), self._embed(whole)
         assert rows.angles is not None, "positions are rotary"
         x, per_layer = self._entered(embedding), self._per_layer(embedding, batch["tokens"])
         sources: dict[LayerKind, CachedLayer] = {}
@@ -155,15 +157,15 @@ class SharedKeysDecoder(DecoderBase):
             kind, width = config.kinds[index], None if config.mlp_dims is None else config.mlp_dims[index]
             embedding_BTP = None if per_layer is None else per_layer[index]
             inputs = LayerInputs(kind, embedding_BTP, config.sparsity(index), width, training=False)
-            own = index < config.kv_layers
-            source = CachedLayer(kept["layers"][index]) if own else sources[kind]
+            stores_keys = index < config.kv_layers
+            source = CachedLayer(cache["layers"][index]) if stores_keys else sources[kind]
             x, source = block.cached(x, inputs, source, now, specs[kind], rows.angles[kind])
-            if own:
+            if stores_keys:
                 assert source.after is not None, "it is written"
                 sources[kind] = source
                 of_layers.append(source.after)
-        kept = kept | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
-        return self._normed(self._left(x)), kept
+        cache = cache | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
+        return self._normed(self._left(x)), cache
 
     def _per_layer(self, embedding_BTD: jax.Array, tokens_BT: jax.Array) -> jax.Array | None:
         """[L, B, T, P]: the embedding that each layer has of every token; None: they have none."""
