@@ -15,6 +15,8 @@ from capibara.api.planning import PlannedRun as PlannedRun
 from capibara.api.planning import plan as plan
 from capibara.api.planning import prove as prove
 from capibara.api.results import TrainingResult as TrainingResult
+from capibara.api.retrieval import index as index
+from capibara.api.retrieval import prepare_index as prepare_index
 from capibara.api.serving import serve as serve
 from capibara.api.training import read_run as read_run
 from capibara.api.training import train as train
@@ -166,12 +168,16 @@ from capibara.optim.adafactor import Adafactor as Adafactor
 from capibara.optim.optimizer import Optimizer as Optimizer
 from capibara.optim.schedules import FactorSchedule as FactorSchedule
 from capibara.optim.schedules import Schedule as Schedule
+from capibara.retrieval.contexts import Retrieval as Retrieval
+from capibara.retrieval.raft import RaftPreparation as RaftPreparation
+from capibara.retrieval.settings import IndexPreparation as IndexPreparation
 from capibara.sharding.plan import Plan as Plan
 from capibara.sharding.rules import Rules as Rules
 from capibara.strategies.consensus.consensus import ConsensusConfig as ConsensusConfig
 from capibara.strategies.distillation.loss import Distillation as Distillation
 from capibara.strategies.distillation.teacher import Teacher as Teacher
 from capibara.strategies.environments.functions import FunctionTools as FunctionTools
+from capibara.strategies.environments.search import Search as Search
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
 from capibara.strategies.grpo import Grpo as Grpo

@@ -42,13 +42,15 @@ RULES = {
     "models": _LOW | {"sharding", "kernels"},
     "objectives": _LOW | {"sharding", "kernels", "data", "models.api"},
     **{name: _BASE for name in ("planner", "interop", "inference", "training")},
+    "retrieval": _BASE | {"inference"},
     "loading": _BASE | {"training", "interop"},
-    "strategies": _BASE | {"training", "inference"},
-    "evaluation": _BASE | {"training", "interop", "inference"},
+    "strategies": _BASE | {"training", "inference", "retrieval"},
+    "evaluation": _BASE | {"training", "interop", "inference", "retrieval"},
     "monitoring": _LOW | {"training.base.callbacks", "checkpoints.run_manifest", "builders.lineage"},
     "run": _BASE | {"planner", "training", "inference", "evaluation", "monitoring"},
     "api": _BASE
     | {"planner", "interop", "inference", "training", "loading", "strategies", "evaluation", "monitoring", "run"}
+    | {"retrieval"}
     | {"cli.composition"},
     "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }

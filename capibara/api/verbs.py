@@ -117,9 +117,8 @@ def evaluate(
     Raises:
       UserError: a task or the model cannot be read.
     """
-    from capibara.cli.composition import models
+    from capibara.cli.composition import models, retrieving
     from capibara.evaluation import evaluate as evaluation
-    from capibara.evaluation import tasks as of_ours
     from capibara.evaluation.evaluate import Ours, Task, Validation
     from capibara.evaluation.tasks import EvalTask
     from capibara.loading import opening
@@ -140,7 +139,7 @@ def evaluate(
             f"{path} is no run, so it has no validation split: name tasks, such as {{'qa': cb.EvalTask(...)}}"
         )
     chosen: list[Task] = [
-        Ours(name, task, of_ours.read_items(name, task, limit)) for name, task in (tasks or {}).items()
+        Ours(name, task, retrieving.items(name, task, limit)) for name, task in (tasks or {}).items()
     ] or [Validation()]
     with models.PARSING:
         subject = models.open_subject(path, step=step, weights=weights, trust=trust)

@@ -20,6 +20,8 @@ Make data sets and vocabularies for training.
   routing        texts with a domain for the hybrid expert router: balanced, split, decontaminated
   teacher        a teacher's log-probabilities of the next tokens, for a distillation without the teacher
   corpus         documents without duplicates, filtered, as packed tokens in shards
+  index          an index of documents for retrieval: chunks, embeddings, product quantization
+  raft           chats with retrieved chunks out of questions
   lineage        where a checkpoint or a data set comes from, and what has changed since
 
 examples:
@@ -31,7 +33,7 @@ examples:
 
 _MODULES = {
     **dict.fromkeys(("vocabulary", "instructions"), "texts"),
-    **{word: word for word in ("playbooks", "executions", "routing", "teacher", "corpus", "lineage")},
+    **{word: word for word in ("playbooks", "executions", "routing", "teacher", "corpus", "index", "raft", "lineage")},
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import gin
@@ -146,6 +147,23 @@ def reset() -> None:
     gin.clear_config()
     bound_at.clear()
     recorded_at.clear()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Context in which other files may be parsed: afterwards the bindings are those of before."""
+    parts = (gin_config._CONFIG, gin_config._SINGLETONS, gin_config._OPERATIVE_CONFIG, bound_at)
+    before, names = [dict(part) for part in parts], (gin_config._IMPORTS, recorded_at)
+    names_before = [set(part) for part in names]
+    try:
+        yield
+    finally:
+        for part, entries in zip(parts, before):
+            part.clear()
+            part.update(entries)
+        for group, members in zip(names, names_before):
+            group.clear()
+            group.update(members)
 
 
 def minimal(scope: str, selector: str) -> str:

@@ -103,6 +103,8 @@ def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show
 def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dict[str, Any]:
     name, task, items = ours.name, ours.task, ours.items
     how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
+    if task.retrieval is not None:
+        how |= {"index": task.retrieval.index, "k": task.retrieval.k}
     if task.choices is None:
         results = answers.generated(subject, name, task, items, told, show)
         how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}

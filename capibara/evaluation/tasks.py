@@ -15,6 +15,9 @@ from capibara.core.types import UserError
 from capibara.data.text import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.inference.sampling.sampling import Sampling
+from capibara.retrieval import contexts
+from capibara.retrieval.contexts import Retrieval
+from capibara.retrieval.index import Index
 from capibara.storage import packed
 
 _LINE_VALUES = 1_000_000  # largest number of JSON values in a line
@@ -44,6 +47,7 @@ class EvalTask:
       format: plain or chat.
       num_samples: number of answers to each prompt, with seeds from Sampling.seed on.
       sampling: sampling options of the answers.
+      retrieval: the index whose chunks stand where `prompt` has {context}; None: lines have all that a prompt needs.
     """
 
     files: tuple[FilePath, ...]
@@ -55,6 +59,7 @@ class EvalTask:
     format: PromptFormat = PromptFormat.PLAIN
     num_samples: int = 1
     sampling: Sampling = Sampling(temperature=0.0)
+    retrieval: Retrieval | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -81,6 +86,11 @@ class EvalTask:
             ) from None
         if not all(name and name.isidentifier() and not form and not conversion for name, form, conversion in fields):
             raise UserError(f"EvalTask.prompt ({self.prompt!r}) must only have names of keys in its braces")
+        if self.retrieval is not None and contexts.KEY not in [name for name, _, _ in fields]:
+            raise UserError(
+                f"EvalTask.retrieval is set and EvalTask.prompt ({self.prompt!r}) has no {{{contexts.KEY}}} where its chunks would "
+                "stand: add it"
+            )
         judged = "texts" if self.choices is None else "choices"
         for metric in self.scored_by:
             if (takes := getattr(metric, "judges", judged)) != judged:
@@ -107,34 +117,50 @@ class Item:
     choices: tuple[str, ...] = ()
 
 
-def read_items(name: str, task: EvalTask, limit: int | None = None) -> list[Item]:
+def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index | None = None) -> list[Item]:
     """Reads the lines of a task, at most `limit`.
+
+    Args:
+      name: of the task.
+      task: what is asked of a line.
+      limit: the largest number of lines; None: all.
+      index: of `task.retrieval`.
 
     Raises:
       UserError: a file is missing, empty or cut off, or a line lacks a key of the task.
     """
-    items: list[Item] = []
+    records: list[Mapping[str, Any]] = []
+    places: list[str] = []
     paths, _ = disk.listed(f"{name}/EvalTask.files", task.files, disk.RECORDS)
     for path in paths:
         try:
             for number, line in packed.lines(path):
-                if limit is not None and len(items) >= limit:
+                if limit is not None and len(records) >= limit:
                     break
-                items.append(_item(task, line.decode(), f"{path}:{number}"))
+                records.append(_record(line.decode(), f"{path}:{number}"))
+                places.append(f"{path}:{number}")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
-    if not items:
+    if not records:
         raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) have no lines: write at least one")
-    return items
+    if task.retrieval is not None:
+        assert index is not None, "whoever reads a task with a retrieval opens its index"
+        texts = task.retrieval.contexts(records, index, f"{name}/EvalTask.files")
+        records = [{**record, contexts.KEY: text} for record, text in zip(records, texts)]
+    return [_item(task, record, where) for record, where in zip(records, places)]
 
 
-def _item(task: EvalTask, line: str, where: str) -> Item:
+def _record(line: str, where: str) -> Mapping[str, Any]:
     try:
         record = limits.parse_json(line, values=_LINE_VALUES, finite=False)
     except ValueError as error:
         raise UserError(f"{where} is no JSON ({limits.cause(error)}): {line[:60]}") from None
     if not isinstance(record, Mapping):
         raise UserError(f"{where} must be a JSON object, not {type(record).__name__}")
+    return record
+
+
+def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
     used = {name for _, name, _, _ in string.Formatter().parse(task.prompt) if name is not None}
     values = {name: _value(record, name, "EvalTask.prompt", where) for name in used}
     prompt = task.prompt.format(**values)

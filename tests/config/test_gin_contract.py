@@ -50,6 +50,7 @@ def test_private_parts_are_used():
         "_INVERSE_REGISTRY",
         "_OPERATIVE_CONFIG",
         "_REGISTRY",
+        "_SINGLETONS",
         "_find_class_construction_fn",
         "_get_bindings",
         "_get_default_configurable_parameter_values",

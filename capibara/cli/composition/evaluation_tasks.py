@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from capibara import config
-from capibara.cli.composition import models
+from capibara.cli.composition import models, retrieving
 from capibara.core.fields import did_you_mean
 from capibara.core.types import UserError
 from capibara.evaluation import metrics, seqio_tasks, validation
 from capibara.evaluation.evaluate import Ours, Seqio, Task, Validation
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
-from capibara.evaluation.tasks import EvalTask, PromptFormat, read_items
+from capibara.evaluation.tasks import EvalTask, PromptFormat
 
 if TYPE_CHECKING:
     from capibara.evaluation.harness import Harness
@@ -56,7 +56,7 @@ def select(names: Sequence[str], limit: int | None, subject: Subject | None = No
         elif name in bound:
             with config.in_scope(name):
                 task = config.build(EvalTask)
-            items = read_items(name, task, limit)
+            items = retrieving.items(name, task, limit)
             for metric in task.scored_by:
                 metrics.check_targets(metric, [item.target for item in items], name)
             result.append(Ours(name, task, items))

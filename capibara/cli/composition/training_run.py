@@ -135,7 +135,7 @@ def _train(
     import jax
 
     from capibara import config
-    from capibara.cli.composition import options
+    from capibara.cli.composition import options, retrieving
     from capibara.inference.sample import sampler
     from capibara.models import api
     from capibara.multihost import hosts
@@ -163,6 +163,7 @@ def _train(
         gathered=hosts.gathered,
     )
     check_teacher(trainer)
+    trainer = retrieving.with_open_index(trainer)
     load = lambda path, model: loader(path, trainer, model)  # noqa: E731
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])

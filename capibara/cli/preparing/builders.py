@@ -24,19 +24,21 @@ Input that cannot be read is skipped, counted, and named with file and line; the
 exit codes: 0 all input was used (or --allow_skipped); 3 some was skipped; 2 invalid input; 75 try again"""
 
 
-def parser(word: str, description: str) -> flags.ArgumentParser:
+def parser(word: str, description: str, *, workers: bool = True) -> flags.ArgumentParser:
     """A parser with the flags of every builder: IN ..., --out, --num_workers, --allow_skipped, --json, --lineage_url.
 
     Args:
       word: what follows `prepare`, such as "playbooks".
       description: for --help; what exit codes mean is added.
+      workers: whether it has --num_workers.
     """
     created = flags.ArgumentParser(prog=f"python -m capibara.prepare {word}", description=description + _EXIT_CODES)
     created.add_argument("inputs", nargs="+", metavar="IN", help="files, folders and globs; .gz and .zst are unpacked")
     created.add_argument(
         "--out", required=True, metavar="DIR", help="output folder; a build that was killed resumes there"
     )
-    created.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    if workers:
+        created.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
     created.add_argument("--allow_skipped", action="store_true", help="end with exit code 0 if input was skipped")
     created.add_argument("--json", action="store_true", help="print the manifest as JSON")
     created.add_argument(
@@ -60,7 +62,7 @@ def parsed(made: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.N
     args = flags.parse_arguments(made, argv)
     if not args.out:
         raise UserError("--out ('') must be a folder: try data/set")
-    if args.num_workers < 0:
+    if getattr(args, "num_workers", 0) < 0:
         raise UserError(f"--num_workers ({args.num_workers}) must be at least 0: try 1")
     if args.lineage_url is not None:
         os.environ["OPENLINEAGE_URL"] = args.lineage_url

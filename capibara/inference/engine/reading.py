@@ -78,7 +78,7 @@ class Reader:
             return plain.read(params, batch, plain.start_cache(rows, size), True)[0]
 
         def embed(params: Params, batch: Batch, pooling: Pooling) -> jax.Array:
-            return _pooled(hidden_of(params, batch).astype(jnp.float32), batch["counts"], pooling)
+            return pooled(hidden_of(params, batch).astype(jnp.float32), batch["counts"], pooling)
 
         def score(params: Params, batch: Batch, likeliest: int) -> tuple[jax.Array, ...]:
             return _scores(plain, params, hidden_of(params, batch)[0], batch["tokens"][0], usable, likeliest)
@@ -148,7 +148,14 @@ class Reader:
             raise UserError(f"a text has {len(ids)} tokens, must have 1 to {self._length}")
 
 
-def _pooled(hidden_BTD: jax.Array, counts_B: jax.Array, pooling: Pooling) -> jax.Array:
+def pooled(hidden_BTD: jax.Array, counts_B: jax.Array, pooling: Pooling) -> jax.Array:
+    """The embeddings of rows, each of length 1: float32 [B, D].
+
+    Args:
+      hidden_BTD: the last hidden states, float32.
+      counts_B: tokens of each row.
+      pooling: which of them are its embedding.
+    """
     B, T, _ = hidden_BTD.shape
     match pooling:
         case Pooling.FIRST:
