@@ -68,7 +68,7 @@ def main() -> int:
     tasks = {"alone": cb.EvalTask(**fields, prompt=ALONE)}
     for k in map(int, args.k.split(",")):
         retrieval = cb.Retrieval(index=str(folder / "index"), k=k)
-        tasks[f"{k} chunks"] = cb.EvalTask(**fields, prompt=WITH, retrieval=retrieval)
+        tasks[f"with_{k}"] = cb.EvalTask(**fields, prompt=WITH, retrieval=retrieval)
     result = cb.evaluate(args.model, tasks)
     index, lines = cb.index(folder / "index"), open(folder / "questions.jsonl").readlines()
     questions = [json.loads(line) for line in lines]

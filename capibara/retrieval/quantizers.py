@@ -89,6 +89,18 @@ class Quantizer:
             index.train(vectors_ND)
         return index
 
+    def stored(self, index: faiss.Index, vectors_ND: np.ndarray) -> None:
+        """Adds vectors of length 1 to a trained index.
+
+        Each is scaled so that what its code stands for has length 1: codes are means, which are shorter than what they stand for,
+        by different shares, and an inner product would take that for a distance.
+        """
+        scaled_ND = vectors_ND
+        if self.refined is None and self.codes is not Codes.FLOAT32:
+            decoded_ND = index.sa_decode(index.sa_encode(vectors_ND))
+            scaled_ND = vectors_ND / np.maximum(np.linalg.norm(decoded_ND, axis=1, keepdims=True), 0.1)
+        index.add(scaled_ND)
+
     def searched(self, index: faiss.Index, effort: int) -> None:
         """Sets how much of an index a search reads: lists of an inverted file, or times k that are compared again."""
         space = library().ParameterSpace()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,13 +125,18 @@ class Tuner:
         """
         for codes in (Codes.FLOAT32, Codes.FLOAT16, Codes.INT8):
             self._try(Quantizer(codes=codes))
-        dims = self._vectors_ND.shape[1]
+        count, dims = self._vectors_ND.shape
         sizes = divisors(dims)
         if len(self._sample_SD) > dims:
             self._bisect([Quantizer(codes=Codes.INT8, reduced=dims * part // 12) for part in range(1, 12)])
         if len(self._sample_SD) >= 256 and sizes:  # values of a byte, each of which is the mean of some vectors
-            for family in self._families():
-                self._bisect([dataclasses.replace(family, pq_bytes=size) for size in sizes])
+            for opq in (False, True) if len(self._sample_SD) >= OPQ_VECTORS else (False,):
+                self._bisect([Quantizer(opq=opq, pq_bytes=size) for size in sizes])
+            if (
+                self._best is None and count >= _LEAST_LISTED
+            ):  # lists cost 8 bytes a vector, and time is all that they save
+                lists = 1 << round(math.log2(math.sqrt(count)))
+                self._bisect([Quantizer(lists=lists, pq_bytes=size) for size in sizes])
             self._try(Quantizer(pq_bytes=sizes[len(sizes) // 3], refined=Codes.INT8))
         if self._best is None:
             most = max(self._trials, key=lambda trial: trial.recall)
@@ -142,14 +147,6 @@ class Tuner:
         chosen, index = self._best
         chosen.quantizer.searched(index, chosen.effort)
         return Tuned(index=index, chosen=chosen, trials=tuple(self._trials))
-
-    def _families(self) -> Iterator[Quantizer]:
-        count = len(self._vectors_ND)
-        lists = (0, 1 << round(math.log2(math.sqrt(count)))) if count >= _LEAST_LISTED else (0,)
-        rotations = (False, True) if len(self._sample_SD) >= OPQ_VECTORS else (False,)
-        for number in lists:
-            for opq in rotations:
-                yield Quantizer(opq=opq, lists=number)
 
     def _bisect(self, family: Sequence[Quantizer]) -> None:
         """Tries settings of rising size, of which the longer find more, but none that cannot be smaller than the best."""
@@ -165,7 +162,7 @@ class Tuner:
         goal, half = self._goal, len(self._queries_QD) // 2
         self._progress("searching the settings", f"{quantizer.factory}, {len(self._trials)} tried")
         index = quantizer.trained(self._sample_SD, goal.seed)
-        index.add(self._vectors_ND)
+        quantizer.stored(index, self._vectors_ND)
         size, finds = len(library().serialize_index(index)), False
         for effort in quantizer.efforts:
             quantizer.searched(index, effort)

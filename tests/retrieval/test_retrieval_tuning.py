@@ -49,7 +49,7 @@ def test_rotated_and_refined_codes_find_their_vectors(vectors, quantizer):
     index = quantizer.trained(vectors[0], 0)
     index.add(vectors[0])
     quantizer.searched(index, 32)
-    assert np.mean(index.search(vectors[0][:500], 1)[1][:, 0] == np.arange(500)) > 0.95
+    assert np.mean(index.search(vectors[0][:500], 1)[1][:, 0] == np.arange(500)) > 0.9
 
 
 def test_lists_are_searched_with_rising_effort(vectors):
