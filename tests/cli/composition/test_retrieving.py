@@ -25,7 +25,7 @@ def trainer(environment):
         dataset=cb.Dataset(
             source=cb.PromptJsonlSource(files=("prompts.jsonl",), template=cb.ChatTemplate(tokenizer="tokenizer")),
             vocabulary=cb.ByteVocabulary(),
-            length=64,
+            length=512,
             packing="none",
         ),
         optimizer=cb.Optimizer(schedule=cb.Schedule(kind="constant", learning_rate=0.1)),
