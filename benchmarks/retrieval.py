@@ -36,7 +36,7 @@ from capibara.retrieval import build, picture  # noqa: E402
 from capibara.retrieval.chunking import chunks_of, spans  # noqa: E402
 from capibara.retrieval.tuning import Tuned, Tuner  # noqa: E402
 
-SETTINGS = cb.IndexPreparation(chunk_tokens=64, overlap=8, ms=100.0)
+SETTINGS = cb.IndexPreparation(chunk_tokens=64, overlap=8, queries=500, ms=100.0)
 RECALL, SHARE = 0.95, 1 / 8
 PACKAGES, SHORTEST = 5000, 40  # modules of packages that are read at most; characters of a docstring
 
@@ -101,7 +101,7 @@ def table(tuned: Tuned, count: int, dims: int) -> list[str]:
     for trial in sorted(tuned.trials, key=lambda trial: (-trial.bytes, trial.effort)):
         mark = "  chosen" if trial == tuned.chosen else ""
         rows.append(
-            f"{trial.quantizer.factory:<28}{trial.effort:>7}{trial.bytes / count:>9.1f}{trial.bytes / (4 * count * dims):>8.3f}"
+            f"{trial.as_json()['factory']:<28}{trial.effort:>7}{trial.bytes / count:>9.1f}{trial.bytes / (4 * count * dims):>8.3f}"
             f"{trial.held_out_recall:>11.3f}{trial.ms:>8.2f}{mark}"
         )
     return rows
@@ -118,7 +118,7 @@ def main() -> int:
     args = parser.parse_args()
     warnings.simplefilter("ignore", SyntaxWarning)
     embed(args.folder, args.model, args.layers, args.chunks)
-    vectors, queries = np.load(args.folder / "vectors.npy"), np.load(args.folder / "queries.npy")
+    vectors, queries = np.load(args.folder / "vectors.npy"), np.load(args.folder / "queries.npy")[: SETTINGS.queries]
     center = vectors.mean(0)
     goal, show = SETTINGS.goal, lambda topic, detail: print(f"{topic}, {detail}", flush=True)
     tuned = Tuner(build.centered(vectors, center), build.centered(queries, center), goal, show).run()

@@ -129,9 +129,15 @@ class Index:
             )
         chosen = folder.record["chosen"]
         refined = chosen["refined"]
-        Quantizer(
-            codes=Codes(chosen["codes"]), lists=chosen["lists"], refined=None if refined is None else Codes(refined)
-        ).searched(self._index, chosen["effort"])
+        self._quantizer = Quantizer(
+            codes=Codes(chosen["codes"]),
+            pq_bytes=chosen["pq_bytes"],
+            opq=chosen["opq"],
+            reduced=chosen["reduced"],
+            lists=chosen["lists"],
+            refined=None if refined is None else Codes(refined),
+        )
+        self._quantizer.searched(self._index, chosen["effort"])
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -154,7 +160,7 @@ class Index:
             raise UserError("a query is empty: give a text to search for")
         vectors_QD = build.centered(self._embedder(queries), self._center_D)
         with self._lock:
-            scores_QK, indices_QK = self._index.search(vectors_QD, min(k, len(self)))
+            scores_QK, indices_QK = self._quantizer.nearest(self._index, vectors_QD, min(k, len(self)))
         return [
             [self.chunk(index, score) for index, score in zip(indices, scores) if index >= 0]
             for indices, scores in zip(indices_QK.tolist(), scores_QK.tolist())

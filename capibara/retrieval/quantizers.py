@@ -19,8 +19,8 @@ from capibara.core import extras
 if TYPE_CHECKING:
     import faiss
 
-# faiss's own 25 rounds of k-means, and 50 of OPQ with 40 and then 4 of k-means each, take minutes for each setting.
-_ROUNDS, _OPQ_ROUNDS, _OPQ_FIRST, _OPQ_NEXT, OPQ_VECTORS = 10, 4, 8, 2, 39 * 256
+_ROUNDS = 10  # of k-means; faiss's own 25 find little more, and take minutes for each setting
+_AGAIN = 4  # times k that are compared again
 
 
 class Codes(enum.StrEnum):
@@ -58,8 +58,7 @@ class Quantizer:
     @property
     def factory(self) -> str:
         """The settings as faiss names them; without `np` it would also order codes for a search by Hamming distance, for minutes."""
-        parts = [f"OPQ{self.pq_bytes}"] if self.opq else []
-        parts += [f"PCA{self.reduced}"] if self.reduced else []
+        parts = [f"PCA{self.reduced}"] if self.reduced else []
         parts += [f"IVF{self.lists}"] if self.lists else []
         parts.append(f"PQ{self.pq_bytes}np" if self.codes is Codes.PQ else _FACTORY[self.codes])
         parts += [f"Refine({_FACTORY[self.refined]})"] if self.refined else []
@@ -73,33 +72,38 @@ class Quantizer:
     def trained(self, vectors_ND: np.ndarray, seed: int) -> faiss.Index:
         """An empty index whose codes are learned from vectors: float32 [N, D]."""
         faiss = library()
-        index = faiss.index_factory(vectors_ND.shape[1], self.factory, faiss.METRIC_INNER_PRODUCT)
+        dims = vectors_ND.shape[1]
+        index = faiss.index_factory(dims, self.factory, faiss.METRIC_INNER_PRODUCT)
         base = faiss.downcast_index(index.base_index) if self.refined else index
-        if self.opq:
-            rotation = faiss.downcast_VectorTransform(base.chain.at(0))
-            rotation.niter, rotation.max_train_points = _OPQ_ROUNDS, OPQ_VECTORS
-            rotation.niter_pq_0, rotation.niter_pq = _OPQ_FIRST, _OPQ_NEXT
-            base = faiss.downcast_index(base.index)
         if self.codes is Codes.PQ:
             base.pq.cp.seed, base.pq.cp.niter, base.pq.cp.min_points_per_centroid = seed, _ROUNDS, 1
         if self.lists:
             base.cp.seed, base.cp.niter, base.cp.min_points_per_centroid = seed, _ROUNDS, 1
+        if self.opq:
+            rotation = faiss.LinearTransform(dims, dims)
+            faiss.copy_array_to_vector(balanced_rotation(vectors_ND, self.pq_bytes).ravel(), rotation.A)
+            rotation.is_trained = True
+            rotation.set_is_orthonormal()
+            index = faiss.IndexPreTransform(rotation, index)
         # The threads of OpenMP spin while they wait: on busy cores two need 18 times the time of one for the short parts of PQ.
         with one_thread():
             index.train(vectors_ND)
         return index
 
-    def stored(self, index: faiss.Index, vectors_ND: np.ndarray) -> None:
-        """Adds vectors of length 1 to a trained index.
+    def nearest(self, index: faiss.Index, queries_QD: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """The scores [Q, k] and numbers [Q, k] of the vectors nearest to queries; the number of a vector that is missing is -1.
 
-        Each is scaled so that what its code stands for has length 1: codes are means, which are shorter than what they stand for,
-        by different shares, and an inner product would take that for a distance.
+        The nearest by their codes are compared again by what the codes stand for, scaled to length 1: codes are means, which are
+        shorter than the vectors by different shares, and an inner product alone takes that for a distance.
         """
-        scaled_ND = vectors_ND
-        if self.refined is None and self.codes is not Codes.FLOAT32:
-            decoded_ND = index.sa_decode(index.sa_encode(vectors_ND))
-            scaled_ND = vectors_ND / np.maximum(np.linalg.norm(decoded_ND, axis=1, keepdims=True), 0.1)
-        index.add(scaled_ND)
+        if self.refined or self.codes in (Codes.FLOAT32, Codes.FLOAT16):
+            return index.search(queries_QD, k)
+        _, indices_QC, vectors_QCD = index.search_and_reconstruct(queries_QD, min(_AGAIN * k, index.ntotal))
+        lengths_QC = np.linalg.norm(vectors_QCD, axis=-1)
+        scores_QC = np.einsum("qd,qcd->qc", queries_QD, vectors_QCD) / np.maximum(lengths_QC, 1e-12)
+        scores_QC[indices_QC < 0] = -np.inf
+        order_QK = np.argsort(-scores_QC, axis=1)[:, :k]
+        return np.take_along_axis(scores_QC, order_QK, 1), np.take_along_axis(indices_QC, order_QK, 1)
 
     def searched(self, index: faiss.Index, effort: int) -> None:
         """Sets how much of an index a search reads: lists of an inverted file, or times k that are compared again."""
@@ -117,7 +121,7 @@ class Quantizer:
         return (2, 8, 32) if self.refined else (1,)
 
     def as_json(self) -> dict[str, Any]:
-        return {"factory": self.factory} | dataclasses.asdict(self)
+        return {"factory": f"OPQ,{self.factory}" if self.opq else self.factory} | dataclasses.asdict(self)
 
 
 def library() -> Any:
@@ -139,6 +143,32 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         faiss.omp_set_num_threads(threads)
+
+
+def balanced_rotation(vectors_ND: np.ndarray, parts: int) -> np.ndarray:
+    """The rotation of OPQ's parametric solution: principal axes, dealt so that parts have equal products of variances.
+
+    Args:
+      vectors_ND: float32 [N, D].
+      parts: of PQ; divides D.
+
+    Returns:
+      float32 [D, D]; a row is an axis.
+    """
+    variances_D, axes_DD = np.linalg.eigh(np.cov(vectors_ND, rowvar=False))
+    dims = len(variances_D)
+    logs_D = np.log(np.maximum(variances_D, variances_D.max() * 1e-9))
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    sums_P = np.zeros(parts)
+    for axis in reversed(range(dims)):  # the largest variance first; to the part with the least product that has room
+        part = min(
+            (len(members) > 0, total, number)
+            for number, (members, total) in enumerate(zip(dealt, sums_P))
+            if len(members) < dims // parts
+        )[2]
+        dealt[part].append(axis)
+        sums_P[part] += logs_D[axis]
+    return np.ascontiguousarray(axes_DD[:, [axis for members in dealt for axis in members]].T, np.float32)
 
 
 def divisors(dims: int) -> list[int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.retrieval.quantizers import OPQ_VECTORS, Codes, Quantizer, divisors, library, one_thread
+from capibara.retrieval.quantizers import Codes, Quantizer, divisors, library, one_thread
 
 if TYPE_CHECKING:
     import faiss
@@ -127,14 +127,14 @@ class Tuner:
             self._try(Quantizer(codes=codes))
         count, dims = self._vectors_ND.shape
         sizes = divisors(dims)
-        if len(self._sample_SD) > dims:
-            self._bisect([Quantizer(codes=Codes.INT8, reduced=dims * part // 12) for part in range(1, 12)])
-        if len(self._sample_SD) >= 256 and sizes:  # values of a byte, each of which is the mean of some vectors
-            for opq in (False, True) if len(self._sample_SD) >= OPQ_VECTORS else (False,):
+        if (
+            len(self._sample_SD) >= max(256, dims + 1) and sizes
+        ):  # a byte's values, each of which is the mean of some vectors
+            for opq in (True, False):
                 self._bisect([Quantizer(opq=opq, pq_bytes=size) for size in sizes])
-            if (
-                self._best is None and count >= _LEAST_LISTED
-            ):  # lists cost 8 bytes a vector, and time is all that they save
+            self._bisect([Quantizer(codes=Codes.INT8, reduced=dims * part // 12) for part in range(1, 12)])
+            is_slow = self._best is None or not self._best[0].quantizer.pq_bytes
+            if is_slow and count >= _LEAST_LISTED:  # lists cost 8 bytes a vector, and time is all that they save
                 lists = 1 << round(math.log2(math.sqrt(count)))
                 self._bisect([Quantizer(lists=lists, pq_bytes=size) for size in sizes])
             self._try(Quantizer(pq_bytes=sizes[len(sizes) // 3], refined=Codes.INT8))
@@ -160,13 +160,14 @@ class Tuner:
     def _try(self, quantizer: Quantizer) -> bool:
         """Whether an index with these settings has the recall; remembers the smallest that reaches the goal."""
         goal, half = self._goal, len(self._queries_QD) // 2
-        self._progress("searching the settings", f"{quantizer.factory}, {len(self._trials)} tried")
+        latest = f"; the latest had recall {self._trials[-1].recall:.3f}" if self._trials else ""
+        self._progress("searching the settings", f"{quantizer.as_json()['factory']}, {len(self._trials)} tried{latest}")
         index = quantizer.trained(self._sample_SD, goal.seed)
-        quantizer.stored(index, self._vectors_ND)
+        index.add(self._vectors_ND)
         size, finds = len(library().serialize_index(index)), False
         for effort in quantizer.efforts:
             quantizer.searched(index, effort)
-            shares_Q = self._shares(index)
+            shares_Q = self._shares(quantizer, index)
             trial = Trial(
                 quantizer=quantizer,
                 effort=effort,
@@ -174,7 +175,7 @@ class Tuner:
                 recall=float(shares_Q[:half].mean()),
                 recall_error=float(shares_Q[:half].std(ddof=1) / math.sqrt(half)),
                 held_out_recall=float(shares_Q[half:].mean()),
-                ms=self._ms(index),
+                ms=self._ms(quantizer, index),
             )
             self._trials.append(trial)
             finds |= trial.finds(goal)
@@ -184,19 +185,19 @@ class Tuner:
                 break
         return finds
 
-    def _shares(self, index: faiss.Index) -> np.ndarray:
+    def _shares(self, quantizer: Quantizer, index: faiss.Index) -> np.ndarray:
         """The share of the nearest that an index finds, of each query: float64 [Q]."""
-        indices_QK = index.search(self._queries_QD, self._nearest_QK.shape[1])[1]
+        indices_QK = quantizer.nearest(index, self._queries_QD, self._nearest_QK.shape[1])[1]
         pairs = zip(indices_QK, self._nearest_QK)
         return np.array([len(np.intersect1d(ours, exact)) / len(exact) for ours, exact in pairs])
 
-    def _ms(self, index: faiss.Index) -> float:
+    def _ms(self, quantizer: Quantizer, index: faiss.Index) -> float:
         """The median time of a query on one core, in milliseconds."""
         times = []
         with one_thread():
             for query_D in self._queries_QD[:_TIMED]:
                 start = time.perf_counter()
-                index.search(query_D[None], self._goal.k)
+                quantizer.nearest(index, query_D[None], self._goal.k)
                 times.append(time.perf_counter() - start)
         return float(np.median(times) * 1e3)
 

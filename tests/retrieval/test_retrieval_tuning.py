@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
-from capibara.retrieval.quantizers import Codes, Quantizer, divisors, library
+from capibara.retrieval.quantizers import Codes, Quantizer, balanced_rotation, divisors, library
 from capibara.retrieval.tuning import Goal, Tuner
 
 GOAL = Goal(recall=0.9, k=10, ms=1000.0, train_vectors=2000, seed=0)
@@ -29,8 +29,9 @@ def test_the_smallest_index_that_reaches_the_goal_is_chosen(vectors):
     tuned = Tuner(*vectors, GOAL, lambda *_: None).run()
     within = [trial for trial in tuned.trials if trial.recall - trial.recall_error >= GOAL.recall]
     assert tuned.chosen.bytes == min(trial.bytes for trial in within) == len(library().serialize_index(tuned.index))
-    assert tuned.chosen.quantizer.reduced and tuned.chosen.bytes < 1500 * 4 * 32 / 4
-    found, exact = tuned.index.search(vectors[1][100:], 10)[1], np.argsort(-vectors[1][100:] @ vectors[0].T)[:, :10]
+    assert tuned.chosen.bytes < 1500 * 4 * 32 / 4
+    found = tuned.chosen.quantizer.nearest(tuned.index, vectors[1][100:], 10)[1]
+    exact = np.argsort(-vectors[1][100:] @ vectors[0].T)[:, :10]
     recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(found, exact)])
     assert recall == pytest.approx(tuned.chosen.held_out_recall, abs=1e-9) and recall > 0.88
     flat = next(trial for trial in tuned.trials if trial.quantizer.codes is Codes.FLOAT32)
@@ -50,6 +51,27 @@ def test_rotated_and_refined_codes_find_their_vectors(vectors, quantizer):
     index.add(vectors[0])
     quantizer.searched(index, 32)
     assert np.mean(index.search(vectors[0][:500], 1)[1][:, 0] == np.arange(500)) > 0.9
+
+
+def test_the_nearest_are_compared_by_what_their_codes_stand_for(vectors):
+    quantizer, queries = Quantizer(pq_bytes=16), vectors[1]
+    index = quantizer.trained(vectors[0], 0)
+    index.add(vectors[0])
+    exact = np.argsort(-queries @ vectors[0].T)[:, :10]
+    recall = lambda found: np.mean([len({*a} & {*b}) / 10 for a, b in zip(found, exact)])  # noqa: E731
+    scores, found = quantizer.nearest(index, queries, 10)
+    assert recall(found) > recall(index.search(queries, 10)[1]) + 0.005
+    assert found.shape == scores.shape == (200, 10) and (np.diff(scores) <= 0).all() and scores.max() <= 1.001
+
+
+def test_a_rotation_deals_the_variance_to_all_parts():
+    scales = np.linspace(3, 0.1, 32)
+    drawn = (np.random.default_rng(0).normal(size=(4000, 32)) * scales).astype(np.float32)
+    rotation = balanced_rotation(drawn, 8)
+    assert np.allclose(rotation @ rotation.T, np.eye(32), atol=1e-4)
+    products = np.log((drawn @ rotation.T).var(0)).reshape(8, 4).sum(1)
+    plain = np.log(drawn.var(0)).reshape(8, 4).sum(1)
+    assert np.ptp(products) < np.ptp(plain) / 5
 
 
 def test_lists_are_searched_with_rising_effort(vectors):
