@@ -73,14 +73,15 @@ class Quantizer:
         """An empty index whose codes are learned from vectors: float32 [N, D]."""
         faiss = library()
         dims = vectors_ND.shape[1]
-        index = faiss.index_factory(dims, self.factory, faiss.METRIC_INNER_PRODUCT)
+        rotated = dims // self.pq_bytes * self.pq_bytes if self.opq else dims
+        index = faiss.index_factory(rotated, self.factory, faiss.METRIC_INNER_PRODUCT)
         base = faiss.downcast_index(index.base_index) if self.refined else index
         if self.codes is Codes.PQ:
             base.pq.cp.seed, base.pq.cp.niter, base.pq.cp.min_points_per_centroid = seed, _ROUNDS, 1
         if self.lists:
             base.cp.seed, base.cp.niter, base.cp.min_points_per_centroid = seed, _ROUNDS, 1
         if self.opq:
-            rotation = faiss.LinearTransform(dims, dims)
+            rotation = faiss.LinearTransform(dims, rotated)
             faiss.copy_array_to_vector(balanced_rotation(vectors_ND, self.pq_bytes).ravel(), rotation.A)
             rotation.is_trained = True
             rotation.set_is_orthonormal()
@@ -150,17 +151,19 @@ def balanced_rotation(vectors_ND: np.ndarray, parts: int) -> np.ndarray:
 
     Args:
       vectors_ND: float32 [N, D].
-      parts: of PQ; divides D.
+      parts: of PQ, at most D; the last axes that would leave some parts longer than others are dropped.
 
     Returns:
-      float32 [D, D]; a row is an axis.
+      float32 [D', D]; a row is an axis.
     """
     variances_D, axes_DD = np.linalg.eigh(np.cov(vectors_ND, rowvar=False))
     dims = len(variances_D)
     logs_D = np.log(np.maximum(variances_D, variances_D.max() * 1e-9))
     dealt: list[list[int]] = [[] for _ in range(parts)]
     sums_P = np.zeros(parts)
-    for axis in reversed(range(dims)):  # the largest variance first; to the part with the least product that has room
+    for axis in reversed(
+        range(dims % parts, dims)
+    ):  # the largest variance first; to the part with the least product that has room
         part = min(
             (len(members) > 0, total, number)
             for number, (members, total) in enumerate(zip(dealt, sums_P))
@@ -174,3 +177,9 @@ def balanced_rotation(vectors_ND: np.ndarray, parts: int) -> np.ndarray:
 def divisors(dims: int) -> list[int]:
     """The sizes of codes of PQ: each byte is for 2 to 32 dimensions, as many for each."""
     return [dims // size for size in range(32, 1, -1) if dims % size == 0]
+
+
+def rotated_sizes(dims: int) -> list[int]:
+    """The sizes of codes of OPQ, which may drop an eighth of the principal axes: `divisors`, and multiples of 16."""
+    others = [size for size in range(16, dims // 2 + 1, 16) if dims % size <= dims // 8]
+    return sorted({*divisors(dims), *others})

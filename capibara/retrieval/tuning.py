@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.retrieval.quantizers import Codes, Quantizer, divisors, library, one_thread
+from capibara.retrieval.quantizers import Codes, Quantizer, divisors, library, one_thread, rotated_sizes
 
 if TYPE_CHECKING:
     import faiss
@@ -130,8 +130,8 @@ class Tuner:
         if (
             len(self._sample_SD) >= max(256, dims + 1) and sizes
         ):  # a byte's values, each of which is the mean of some vectors
-            for opq in (True, False):
-                self._bisect([Quantizer(opq=opq, pq_bytes=size) for size in sizes])
+            self._bisect([Quantizer(opq=True, pq_bytes=size) for size in rotated_sizes(dims)])
+            self._bisect([Quantizer(pq_bytes=size) for size in sizes])
             self._bisect([Quantizer(codes=Codes.INT8, reduced=dims * part // 12) for part in range(1, 12)])
             is_slow = self._best is None or not self._best[0].quantizer.pq_bytes
             if is_slow and count >= _LEAST_LISTED:  # lists cost 8 bytes a vector, and time is all that they save
