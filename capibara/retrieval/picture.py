@@ -22,6 +22,7 @@ def draw(trials: Sequence[Trial], chosen: Trial, count: int) -> bytes:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     size, time = figure.subplots(1, 2, sharey=True)
@@ -33,6 +34,7 @@ def draw(trials: Sequence[Trial], chosen: Trial, count: int) -> bytes:
     ):
         axes.plot([value], [chosen.held_out_recall], "o", ms=14, mfc="none", mec="black", label="chosen")
         axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(NullFormatter())  # its labels would overlap
         axes.set_xlabel(label)
         axes.grid(alpha=0.3, which="both")
     size.set_ylabel("recall on held-out queries")
