@@ -43,6 +43,7 @@ from capibara.builders.routing.labelling.difficulty import Difficulty as Difficu
 from capibara.builders.routing.labelling.domains import Domain as Domain
 from capibara.builders.routing.settings import RoutingSet as RoutingSet
 from capibara.builders.routing.splits import Splits as Splits
+from capibara.builders.ruler.build import Ruler as Ruler
 from capibara.checkpoints.encryption import Encryption as Encryption
 from capibara.checkpoints.policy import Checkpointing as Checkpointing
 from capibara.consensus.aggregation.aggregation import Aggregation as Aggregation
@@ -116,6 +117,7 @@ from capibara.evaluation.seqio_tasks import SeqioEvaluation as SeqioEvaluation
 from capibara.evaluation.tasks import EvalTask as EvalTask
 from capibara.inference.engine.cache.batching import EngineConfig as EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh as ServingMesh
+from capibara.inference.memory_agent.agent import MemoryAgent as MemoryAgent
 from capibara.inference.sample import SampleText as SampleText
 from capibara.inference.sampling.grammar import Grammar as Grammar
 from capibara.inference.sampling.sampling import BeamSearch as BeamSearch

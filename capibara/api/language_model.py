@@ -18,6 +18,9 @@ from capibara.data.chat.template import ChatTemplate
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.interactive.chat import Chat, of_run
+from capibara.inference.memory_agent.agent import MemoryAgent
+from capibara.inference.memory_agent.prompts import Prompts
+from capibara.inference.memory_agent.reading import Reading, read
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop import hub
 from capibara.interop.open_model import LoadedModel
@@ -69,13 +72,21 @@ class LanguageModel(ScoredModel):
     def generate(self, prompt: list[str], *, stream: bool = False, **sampling: Any) -> list[str]: ...
 
     def generate(
-        self, prompt: str | Sequence[str] | Sequence[Message], *, stream: bool = False, **sampling: Any
+        self,
+        prompt: str | Sequence[str] | Sequence[Message],
+        *,
+        stream: bool = False,
+        document: str | None = None,
+        memory: MemoryAgent | None = None,
+        **sampling: Any,
     ) -> str | list[str] | Iterator[str]:
         """Continues a text or each of several, or answers a chat.
 
         Args:
           prompt: a text, a list of texts, or messages: dicts with "role" and "content".
           stream: whether to return an iterator of pieces of the text, as they are generated; not of a list.
+          document: a text of any length, about which the prompt, a text or one message, asks; it is read chunk by chunk.
+          memory: how the document is read; None: as `MemoryAgent()`.
           sampling: fields of `capibara.Sampling` (`max_tokens` is `max_new_tokens`), `adapter` (a name), and `tools` of a chat.
 
         Returns:
@@ -87,6 +98,14 @@ class LanguageModel(ScoredModel):
         tools, adapter = sampling.pop("tools", None), sampling.pop("adapter", None)
         options = _sampling(sampling)
         texts, messages = _asked(prompt)
+        if document is not None:
+            if stream or tools is not None:
+                raise UserError(
+                    "stream and tools are not for a document, which is read in many conversations: leave them out"
+                )
+            return self._read(document, prompt, memory or MemoryAgent(), options, adapter)
+        if memory is not None:
+            raise UserError("memory is for reading a document: give document, or leave memory out")
         if tools is not None and messages is None:
             raise UserError("tools are for messages, and the prompt is text: give messages, or leave tools out")
         ids: str | list[int] = texts[0] if texts else ""
@@ -112,6 +131,16 @@ class LanguageModel(ScoredModel):
             for each in streams:
                 each.cancel()
             raise
+
+    def _read(self, document: str, prompt: object, memory: MemoryAgent, options: Sampling, adapter: str | None) -> str:
+        """The answer to a question about a document that is read with a memory."""
+        texts, messages = _asked(prompt)
+        if len(texts or messages or ()) != 1 or not isinstance(question := (texts or [messages[0]["content"]])[0], str):
+            raise UserError("the prompt of a document must be a text or one message: ask one question")
+        prompts = Prompts(memory, self.loaded.dataset, None if messages is None else self._chat)
+        reading = Reading(prompts, document, question, options, where="document")
+        (result,) = read(self.engine, [reading], adapter)
+        return result.lead + result.text
 
     def chat(self, turn: str | Sequence[Message], *, system: str | None = None, **options: Any) -> str:
         """The answer to a user's turn, or to messages; options as for `generate`."""

@@ -18,6 +18,7 @@ examples:
   echo "class " | python -m capibara.infer --model_dir=runs/quickstart --gin.Sampling.top_p=0.9
   python -m capibara.infer --model_dir=runs/quickstart --prompts=prompts.jsonl --out=texts.jsonl
   python -m capibara.infer --model=SmolLM2-135M-Instruct.gguf --chat --prompt="What is a capybara?"
+  python -m capibara.infer --model_dir=runs/chat --chat --document=book.txt --prompt="Who did it?"
   python -m capibara.infer --model_dir=runs/quickstart --benchmark --gin.EngineConfig.slots=8"""
 
 
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", metavar="FILE", help='a prompt a line, or .jsonl: {"prompt": .., "adapter": ..}')
     parser.add_argument("--out", metavar="FILE", help="jsonl file for the texts of --prompts; resumes from its end")
     parser.add_argument("--chat", action="store_true", help="prompts are a user's turns; interactive in a terminal")
+    parser.add_argument(
+        "--document", metavar="FILE", help="text of any length that --prompt asks about, read in chunks"
+    )
     parser.add_argument("--benchmark", action="store_true", help="print tokens per second and latencies, no text")
     parser.add_argument("--emulate", type=int, metavar="N", help="run on N emulated CPU devices (1 to 64)")
     multihost.add_arguments(parser)
@@ -40,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--model_dir={args.model_dir} and --model={args.model}: leave one out")
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts and --out go together: name both files, e.g. --prompts=in.jsonl --out=out.jsonl")
+    if args.document and (args.prompts or args.benchmark or not args.prompt):
+        raise UserError("--document excludes --prompts and --benchmark, and needs --prompt: pass it, the question")
     if args.model_dir and outputs.read(recorded := os.path.join(args.model_dir, "config.gin")) is None:
         raise UserError(f"--model_dir={args.model_dir} is not a run folder: no {recorded}; other models: --model")
     run(args)
@@ -49,12 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: flags.Arguments) -> None:
     """Runs the flags' request with the run's newest checkpoint (its moving averages if it keeps them)."""
     from capibara import config
-    from capibara.cli.composition import models
+    from capibara.cli.composition import generation, models
     from capibara.core import devices
     from capibara.inference import sample, speed
     from capibara.inference.engine.engine import EngineConfig
     from capibara.inference.interactive import files, terminal
-    from capibara.monitoring.status import StatusLine
     from capibara.multihost import channel, hosts
 
     devices.start(args.emulate)
@@ -66,6 +71,7 @@ def run(args: flags.Arguments) -> None:
     data, about, names = loaded.dataset, loaded.about, [*loaded.paths, None]
     length, encoder_length, sampling = data.length, data.encoder_length, config.build(sample.Sampling)
     batching, talk = config.build(EngineConfig), models.chat_of(data) if args.chat else None
+    opened = generation.open_reading(args, data, talk, sampling)
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
     if isinstance(line, channel.Follower):
@@ -78,21 +84,16 @@ def run(args: flags.Arguments) -> None:
     with channel.leading(line, {"how": how}) as send:
         engine = models.engine_of(loaded, batchings[how])
         engine.lead(send)
-        if how == "one":
-            prompt = files.read_standard_input() if args.prompt is None else args.prompt
-            text, ends = (talk.ids(prompt), talk.ends) if talk else (prompt, ())
-            stream = engine.submit(text, sampling, ends=ends, adapter=names[0])
-            print(files.shown(result := stream.result(), "" if encoder_length or talk else prompt))
-            print(sample.beyond_length(result, sampling, length, encoder_length), end="", file=sys.stderr)
+        if opened is not None:
+            generation.read_document(engine, loaded, batchings["one"], opened, names[0])
+        elif how == "one":
+            generation.answer_prompt(engine, args.prompt, data, talk, sampling, names[0])
         elif args.benchmark:
             prompt_length, rows = (encoder_length or length) // 2, loaded.tokenizer.size
             print(speed.report(engine, sampling, prompt_length, rows, names[0]))
         elif args.prompts:
             about |= {"cache_dtype": str(batching.cache_dtype), "length": length, "chat": args.chat}
-            with StatusLine() as status:
-                for done in files.complete(engine, prompts, args.out, talk, about):
-                    status.show("generating", f"{done} of {len(prompts)} texts in {args.out}")
-            print(f"{len(prompts)} texts in {args.out}", file=sys.stderr)
+            generation.complete_prompts(engine, prompts, args.out, talk, about)
         elif talk is not None:
             with engine.start():
                 terminal.Talk(engine, talk, length, sampling, terminal.write, names[0]).run()

@@ -18,6 +18,7 @@ Make data sets and vocabularies for training.
   playbooks      chat examples out of agents' playbooks
   executions     chat examples out of logs of executed code
   routing        texts with a domain for the hybrid expert router: balanced, split, decontaminated
+  ruler          long documents with questions about them, after RULER
   teacher        a teacher's log-probabilities of the next tokens, for a distillation without the teacher
   corpus         documents without duplicates, filtered, as packed tokens in shards
   index          an index of documents for retrieval: chunks, embeddings, product quantization
@@ -33,7 +34,10 @@ examples:
 
 _MODULES = {
     **dict.fromkeys(("vocabulary", "instructions"), "texts"),
-    **{word: word for word in ("playbooks", "executions", "routing", "teacher", "corpus", "index", "raft", "lineage")},
+    **{
+        word: word
+        for word in ("playbooks", "executions", "routing", "ruler", "teacher", "corpus", "index", "raft", "lineage")
+    },
 }
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from capibara.core.types import UserError
 from capibara.evaluation.metrics import Choice
@@ -15,7 +16,10 @@ from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
-from capibara.inference.engine.requests.stream import Stream, of_search
+from capibara.inference.engine.requests.stream import Completion, Stream, of_search
+from capibara.inference.memory_agent import reading
+from capibara.inference.memory_agent.prompts import Prompts
+from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling, changed
 
@@ -24,65 +28,119 @@ Show = Callable[[str, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class Asked:
+    """What is answered with one text; `about`: its entry in the file of predictions."""
+
+    about: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question(Asked):
     """A prompt for which the engine generates one text.
 
     Attributes:
-      about: its entry in the file of predictions.
       prompt: token ids; for an encoder-decoder, text.
       sampling: sampling options.
       ends: ids of end tokens.
     """
 
-    about: dict[str, Any]
     prompt: Sequence[int] | str
     sampling: Sampling
     ends: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadQuestion(Asked):
+    """A question about a document that is read with a memory."""
+
+    reading: Reading
+
+
+Q = TypeVar("Q", bound=Asked)
 
 
 def generated(
     subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
 ) -> list:
     """Generates the predictions of a task for its metrics: a text for each item, or a list of samples."""
-    questions = [
-        _question(subject, name, task, i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)
-    ]
-    texts = [line["prediction"] for line in ask(subject, name, questions, told, show)]
+    asked = [(i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)]
+    if task.memory is None:
+        questions = [_question(subject, name, task, i, item, n) for i, item, n in asked]
+        lines = ask(subject, name, questions, generate_each, told, show)
+    else:
+        prompts = Prompts(
+            task.memory, subject.trainer.dataset, subject.chat if task.format is PromptFormat.CHAT else None
+        )
+        opened = [_read_question(name, task, prompts, i, item, n) for i, item, n in asked]
+        lines = ask(subject, name, opened, _read, told, show)
+    texts = [line["prediction"] for line in lines]
     if task.num_samples == 1:
         return texts
     return [texts[i : i + task.num_samples] for i in range(0, len(texts), task.num_samples)]
 
 
 def ask(
-    subject: Subject, name: str, questions: Sequence[Question], told: Predictions, show: Show
+    subject: Subject,
+    name: str,
+    questions: Sequence[Q],
+    generate: Callable[[Subject, Sequence[Q]], Iterator[dict[str, Any]]],
+    told: Predictions,
+    show: Show,
 ) -> Iterator[dict[str, Any]]:
-    """Generates answers to all questions; returns their lines, {"prediction", "finish", "tokens", ...}, in order."""
+    """Generates answers to all questions by `generate`; returns their lines, {"prediction", "finish", "tokens", ...}, in order."""
     known = told.beginning(question.about for question in questions)
     yield from known
     left = questions[len(known) :]
-    answers = subject.in_turns(left, functools.partial(_answered, subject), subject.slots)
+    answers = subject.in_turns(left, functools.partial(generate, subject), subject.slots)
     for done, (question, answer) in enumerate(zip(left, answers, strict=True), len(known) + 1):
         line = told.add(question.about, answer)
         show(name, f"{done} of {len(questions)} answers")
         yield line
 
 
-def _answered(subject: Subject, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+def generate_each(subject: Subject, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """Yields the answer to each question in order, while later ones are generated."""
     waiting: deque[Stream] = deque()
     left = iter(questions)
     for _ in questions:
         for more in itertools.islice(left, max(_AHEAD * subject.slots - len(waiting), 0)):
             waiting.append(subject.engine.submit(more.prompt, more.sampling, ends=more.ends))
-        result = waiting.popleft().result()
-        yield {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens} | of_search(result)
+        yield _line(waiting.popleft().result())
+
+
+def _read(subject: Subject, questions: Sequence[ReadQuestion]) -> Iterator[dict[str, Any]]:
+    return map(_line, reading.read(subject.engine, [question.reading for question in questions]))
+
+
+def _line(result: Completion) -> dict[str, Any]:
+    return {"prediction": result.text, "finish": str(result.finish), "tokens": result.tokens} | of_search(result)
+
+
+def _read_question(name: str, task: EvalTask, prompts: Prompts, number: int, item: Item, sample: int) -> ReadQuestion:
+    sampling = _sampling(task, sample)
+    assert task.memory is not None and item.document is not None, "a task with a memory has documents"
+    about = _about(name, task, number, item, sample, sampling)
+    about |= {"memory": dataclasses.asdict(task.memory)}
+    about |= {"document": hashlib.blake2b(item.document.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()}
+    return ReadQuestion(
+        about, Reading(prompts, item.document, item.prompt, sampling, where=f"{name}, example {number}")
+    )
+
+
+def _sampling(task: EvalTask, sample: int) -> Sampling:
+    return dataclasses.replace(task.sampling, seed=task.sampling.seed + sample)
+
+
+def _about(name: str, task: EvalTask, number: int, item: Item, sample: int, sampling: Sampling) -> dict[str, Any]:
+    """The entry of a question in the file of predictions."""
+    target = item.target if isinstance(item.target, (str, list)) else None
+    about = {"task": name, "example": number, "sample": sample, "prompt": item.prompt, "target": target}
+    return about | {"format": str(task.format), "sampling": changed(sampling)}
 
 
 def _question(subject: Subject, name: str, task: EvalTask, number: int, item: Item, sample: int) -> Question:
-    sampling = dataclasses.replace(task.sampling, seed=task.sampling.seed + sample)
-    target = item.target if isinstance(item.target, (str, list)) else None
-    about = {"task": name, "example": number, "sample": sample, "prompt": item.prompt, "target": target}
-    about |= {"format": str(task.format), "sampling": changed(sampling)}
+    sampling = _sampling(task, sample)
+    about = _about(name, task, number, item, sample, sampling)
     prompt, ends = prompt_of(subject, task.format, item.prompt)
     if not isinstance(prompt, str) and len(prompt) > subject.trainer.dataset.length:
         raise UserError(

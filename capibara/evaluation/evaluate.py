@@ -108,6 +108,8 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
     if task.choices is None:
         results = answers.generated(subject, name, task, items, told, show)
         how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
+        if task.memory is not None:
+            how |= {"memory": dataclasses.asdict(task.memory)}
     else:
         results = answers.ranked(subject, name, task, items, told, show)
     show(name, "metrics")

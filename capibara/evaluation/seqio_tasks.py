@@ -16,7 +16,7 @@ from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.cached import check_cached
 from capibara.data.tasks import tasks
-from capibara.evaluation.answers import Question, Show, ask
+from capibara.evaluation.answers import Question, Show, ask, generate_each
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
@@ -221,7 +221,9 @@ class _Asking:
             for number, example in examples
             for ids in [np.asarray(example.get("inputs", ()), np.int64).tolist()]
         ]
-        tokens = [line["tokens"] for line in ask(self.subject, self.name, questions, self.told, self.show)]
+        tokens = [
+            line["tokens"] for line in ask(self.subject, self.name, questions, generate_each, self.told, self.show)
+        ]
         width = 1 + max(map(len, tokens))  # the Evaluator makes one array of them, and ignores tokens after the end
         rows = [[*ids, vocabulary.eos_id, *[vocabulary.pad_id] * (width - 1 - len(ids))] for ids in tokens]
         return [(int(number), np.array(row, np.int32)) for (number, _), row in zip(examples, rows)]

@@ -14,6 +14,8 @@ from capibara.core.fields import FilePath, did_you_mean
 from capibara.core.types import UserError
 from capibara.data.text import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
+from capibara.inference.memory_agent.agent import MemoryAgent
+from capibara.inference.memory_agent.reading import check_sampling
 from capibara.inference.sampling.sampling import Sampling
 from capibara.retrieval import contexts
 from capibara.retrieval.contexts import Retrieval
@@ -48,6 +50,7 @@ class EvalTask:
       num_samples: number of answers to each prompt, with seeds from Sampling.seed on.
       sampling: sampling options of the answers.
       retrieval: the index whose chunks stand where `prompt` has {context}; None: lines have all that a prompt needs.
+      memory: reads the line's document chunk by chunk, with `prompt` as the question; None: lines have no documents.
     """
 
     files: tuple[FilePath, ...]
@@ -60,6 +63,7 @@ class EvalTask:
     num_samples: int = 1
     sampling: Sampling = Sampling(temperature=0.0)
     retrieval: Retrieval | None = None
+    memory: MemoryAgent | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -78,6 +82,7 @@ class EvalTask:
                 f"EvalTask.num_samples is {self.num_samples} and Sampling.beams is set: all answers would be the same, set "
                 "num_samples = 1"
             )
+        self._check_memory()
         try:
             fields = [part[1:] for part in string.Formatter().parse(self.prompt) if part[1] is not None]
         except ValueError as error:
@@ -101,6 +106,15 @@ class EvalTask:
             if hasattr(metric, "check"):
                 metric.check(self.num_samples)
 
+    def _check_memory(self) -> None:
+        if self.memory is None:
+            return
+        if self.choices is not None:
+            raise UserError(
+                f"EvalTask.choices is {self.choices!r} and EvalTask.memory is set, which generates answers: leave one out"
+            )
+        check_sampling(self.sampling)
+
     @property
     def scored_by(self) -> tuple[Callable[..., Any], ...]:
         if self.metrics is not None:
@@ -110,11 +124,12 @@ class EvalTask:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A line of a task: the prompt, the target, and the choices (empty: the answer is generated)."""
+    """A line of a task: the prompt, the target, the choices (empty: the answer is generated), and the document, if it has one."""
 
     prompt: str
     target: Any
     choices: tuple[str, ...] = ()
+    document: str | None = None
 
 
 def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index | None = None) -> list[Item]:
@@ -170,12 +185,22 @@ def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
             raise UserError(f"{where}: {task.choices!r} must be a list of at least two texts, not {str(choices)[:60]}")
         right = _value(record, task.target, "EvalTask.target", where) if isinstance(task.target, str) else None
         return Item(prompt, _number(right, choices, where), tuple(choices))
+    document = None if task.memory is None else _document(record, task.memory, where)
     if isinstance(task.target, str):
-        return Item(prompt, _value(record, task.target, "EvalTask.target", where))
+        return Item(prompt, _value(record, task.target, "EvalTask.target", where), document=document)
     target = {key: record[key] for key in task.target if key in record}
     if not target:
         _value(record, task.target[0], "EvalTask.target", where)
-    return Item(prompt, target)
+    return Item(prompt, target, document=document)
+
+
+def _document(record: Mapping[str, Any], memory: MemoryAgent, where: str) -> str:
+    document = _value(record, memory.document, "MemoryAgent.document", where)
+    if not isinstance(document, str) or not document.strip():
+        raise UserError(
+            f"{where}: {memory.document!r} is {str(document)[:60]!r}, must be a text: give the document to read"
+        )
+    return document
 
 
 def _value(record: Mapping[str, Any], key: str, asks: str, where: str) -> Any:

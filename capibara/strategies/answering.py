@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,7 +18,9 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.data.chat.formats import read_prompt
 from capibara.data.dataset import Dataset
 from capibara.inference.calls.dialect import Dialect, dialect_of
-from capibara.inference.engine.requests.stream import Completion, Finish, Stream
+from capibara.inference.engine.requests.stream import Completion, Finish
+from capibara.inference.memory_agent.agent import MemoryAgent
+from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
@@ -26,7 +28,16 @@ from capibara.strategies import rewards as judge
 from capibara.strategies.dialogues import Dialogues, Opening, episode_of
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
+from capibara.strategies.readings import Readings
 from capibara.strategies.rewards import Reward
+
+
+class Exchange(NamedTuple):
+    """A prompt and what the model wrote after it: token ids, and the log-probabilities with which they were drawn."""
+
+    prompt: list[int]
+    tokens: list[int]
+    drawn: list[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +51,7 @@ class Answer:
       parts: the rewards.
       truncated: whether it was cut off.
       is_own: whether each of its tokens is the model's, and not an environment's; None: all are.
+      earlier: what the model wrote before, in conversations of their own that share the reward.
     """
 
     prompt: list[int]
@@ -49,18 +61,25 @@ class Answer:
     parts: tuple[float, ...]
     truncated: bool
     is_own: list[bool] | None = None
+    earlier: tuple[Exchange, ...] = ()
 
     def packed(self) -> dict[str, Any]:
         """The answer as a JSON value, without loss of precision."""
-        ids = {name: _text(getattr(self, name), np.int32) for name in ("prompt", "tokens")}
-        return {**dataclasses.asdict(self), **ids, "drawn": _text(self.drawn, np.float32)}
+        earlier = [_packed(item) for item in self.earlier]
+        return {**dataclasses.asdict(self), **_packed(self), "earlier": earlier}
 
     @staticmethod
     def of(packed: dict[str, Any]) -> Answer:
         """The answer from `packed`."""
-        ids = {name: _numbers(packed[name], np.int32) for name in ("prompt", "tokens")}
-        lists = {"drawn": _numbers(packed["drawn"], np.float32), "parts": tuple(packed["parts"])}
-        return Answer(**{**packed, **ids, **lists})
+        earlier = tuple(Exchange(**_unpacked(item)) for item in packed["earlier"])
+        return Answer(**{**packed, **_unpacked(packed), "parts": tuple(packed["parts"]), "earlier": earlier})
+
+
+class Finished(NamedTuple):
+    """What the model has written last, and the reading of whose document it is the answer; None: of a prompt."""
+
+    completion: Completion
+    reading: Reading | None = None
 
 
 class Answering(Generating, Protocol):
@@ -72,6 +91,10 @@ class Answering(Generating, Protocol):
     def reward_weights(self) -> tuple[float, ...] | None: ...
     @property
     def environment(self) -> Environment | None: ...
+    @property
+    def memory(self) -> MemoryAgent | None: ...
+    @property
+    def max_chunks(self) -> int | None: ...
 
 
 @runtime_checkable
@@ -141,26 +164,55 @@ class Answerer:
             check_record(self._grpo.rewards, self._documents[split], prompt.number)
         if self._grpo.environment is not None:
             return self._dialogues(self._grpo.environment, split, prompts, samplings, what)
-        streams = self._generator.streams(prompts, samplings, what)
+        if self._readings is not None:
+            finished = self._read(self._readings, split, prompts, samplings, what)
+        else:
+            streams = self._generator.streams(prompts, samplings, what)
+            finished = {row: [Finished(stream.result()) for stream in each] for row, each in streams.items()}
         count = sum(len(samplings(prompt.row)) for prompt in prompts)
-        return self._judged_by_turns(split, prompts, streams, f"{what}: {{}} of {count} rewards")
+        return self._judged_by_turns(split, prompts, finished, f"{what}: {{}} of {count} rewards")
+
+    @functools.cached_property
+    def _readings(self) -> Readings | None:
+        memory, max_chunks = self._grpo.memory, self._grpo.max_chunks
+        return None if memory is None or max_chunks is None else Readings(memory, max_chunks, self._run.dataset)
+
+    def _read(
+        self,
+        readings: Readings,
+        split: str,
+        prompts: Sequence[Prompt],
+        samplings: Callable[[int], list[Sampling]],
+        what: str,
+    ) -> dict[int, list[Finished]]:
+        """The answers about the documents of this process's prompts, with their conversations."""
+        documents, opened = self._documents[split], dict[int, list[Reading]]()
+        mine = self._generator.share(prompts)
+
+        def open_all() -> None:
+            for row, number, _ in mine:
+                opened[row] = readings.open(documents.record(number), documents.where(number), samplings(row))
+
+        hosts.each(open_all)
+        answers = iter(self._generator.read([reading for each in opened.values() for reading in each], what))
+        return {row: [Finished(next(answers), reading) for reading in each] for row, each in opened.items()}
 
     def _judged_by_turns(
-        self, split: str, prompts: Sequence[Prompt], streams: dict[int, list[Stream]], progress: str
+        self, split: str, prompts: Sequence[Prompt], finished: Mapping[int, Sequence[Finished]], progress: str
     ) -> list[list[Answer]]:
         mine, judged = hosts.share(prompts), list[list[Answer]]()
         for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
             self._run.reporter.check(turn)
             self._run.reporter.progress(progress.format(sum(map(len, judged))))
             part = mine[turn : turn + 1]
-            result = hosts.each(lambda: [(p.row, self._judged(split, p, streams[p.row])) for p in part])
+            result = hosts.each(lambda: [(p.row, self._judged(split, p, finished[p.row])) for p in part])
             for row, answers in itertools.chain.from_iterable(result):
                 assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
                 judged.append([Answer.of(answer) for answer in answers])
         return judged
 
-    def _judged(self, split: str, prompt: Prompt, streams: Sequence[Stream]) -> list[dict[str, Any]]:
-        return [self._answer(split, prompt, stream.result()).packed() for stream in streams]
+    def _judged(self, split: str, prompt: Prompt, finished: Sequence[Finished]) -> list[dict[str, Any]]:
+        return [self._answer(split, prompt, item).packed() for item in finished]
 
     def _dialogues(
         self,
@@ -187,10 +239,15 @@ class Answerer:
             answers[prompt.row].append(answer)
         return [answers[prompt.row] for prompt in prompts]
 
-    def _answer(self, split: str, prompt: Prompt, completion: Completion) -> Answer:
-        total, parts = self._rewards(split, prompt, completion.text, {})
+    def _answer(self, split: str, prompt: Prompt, finished: Finished) -> Answer:
+        completion, reading = finished
+        turns = [] if reading is None else reading.turns
+        more = {} if reading is None else {"memories": [turn.completion.text for turn in turns[:-1]]}
+        total, parts = self._rewards(split, prompt, completion.text, more)
+        earlier = tuple(Exchange(turn.prompt, *tokens_of(turn.completion)) for turn in turns[:-1])
+        ids = turns[-1].prompt if turns else prompt.ids
         tokens, drawn = tokens_of(completion)
-        return Answer(prompt.ids, tokens, drawn, total, parts, completion.finish is Finish.LENGTH)
+        return Answer(ids, tokens, drawn, total, parts, completion.finish is Finish.LENGTH, earlier=earlier)
 
     def _rewards(
         self, split: str, prompt: Prompt, answer: str, more: Mapping[str, Any]
@@ -246,6 +303,16 @@ def prompt_documents(dataset: Dataset, split: str) -> PromptDocuments:
 def name_of(reward: object) -> str:
     """The name of a reward function."""
     return getattr(reward, "__name__", type(reward).__name__)
+
+
+def _packed(item: Exchange | Answer) -> dict[str, str]:
+    ids = {"prompt": _text(item.prompt, np.int32), "tokens": _text(item.tokens, np.int32)}
+    return ids | {"drawn": _text(item.drawn, np.float32)}
+
+
+def _unpacked(packed: Mapping[str, str]) -> dict[str, list]:
+    ids = {name: _numbers(packed[name], np.int32) for name in ("prompt", "tokens")}
+    return ids | {"drawn": _numbers(packed["drawn"], np.float32)}
 
 
 def _text(numbers: Sequence[float], dtype: type[np.number]) -> str:

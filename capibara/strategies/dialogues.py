@@ -20,8 +20,9 @@ from capibara.inference.engine.requests.stream import Completion, Finish, Stream
 from capibara.inference.interactive import chat as chats
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.sampling.seeds import draw_seed
 from capibara.strategies.environments.environment import Environment, Episode
-from capibara.strategies.generating import Prompt, draw_seed, tokens_of
+from capibara.strategies.generating import Prompt, tokens_of
 
 _MARK = "\ue000answer\ue000"  # stands for the model's message where a template is asked what follows one
 

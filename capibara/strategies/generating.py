@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -19,6 +18,7 @@ from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.engine.requests.stream import Completion, Stream
 from capibara.inference.interactive import chat
+from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.multihost import hosts
@@ -114,12 +114,30 @@ class Generator:
         """
         ends, spelled = dialect.ends_of(self.chat), dialect.spelled
         streams: dict[int, list[Stream]] = {}
-        for row, _, ids in prompts if self._own is None else hosts.share(prompts):
+        for row, _, ids in self.share(prompts):
             streams[row] = [self._loaded.submit(ids, item, ends=ends, spelled=spelled) for item in samplings(row)]
-        self._write(what, sum(len(samplings(prompt.row)) for prompt in prompts))
+        self._finish(what, sum(len(samplings(prompt.row)) for prompt in prompts))
         return streams
 
-    def _write(self, what: str, count: int) -> None:
+    def share(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+        """The prompts that this process answers: all where all processes generate together."""
+        return prompts if self._own is None else hosts.share(prompts)
+
+    def read(self, readings: Sequence[Reading], what: str) -> list[Completion]:
+        """The answers about this process's documents, which it reads to their ends; all processes call it."""
+        answers: dict[int, Completion] = {}
+        for number in itertools.count(1):
+            left = [i for i in range(len(readings)) if i not in answers]
+            if not any(hosts.each(lambda: bool(left))):
+                return [answers[i] for i in range(len(readings))]
+            open_readings = [readings[i] for i in left]
+            streams = [self._loaded.submit(item.prompt, item.sampling, ends=item.ends) for item in open_readings]
+            self._finish(f"{what}, conversation {number}", len(left))
+            for i, reading, stream in zip(left, open_readings, streams):
+                if (answer := reading.add(stream.result())) is not None:
+                    answers[i] = answer
+
+    def _finish(self, what: str, count: int) -> None:
         """Generates until the engines of all processes have finished."""
         for turn in itertools.count():
             self._run.reporter.check(turn)
@@ -153,9 +171,3 @@ def answer_rows(texts: Sequence[tuple[Sequence[int], Sequence[int]]], dataset: D
         rows["weights"][row, len(prompt) - 1 : end] = 1.0
         rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
     return rows
-
-
-def draw_seed(*parts: int | str) -> int:
-    """A seed of 32 bits that depends on all of the parts."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little")

@@ -17,17 +17,19 @@ from capibara.config import configurable
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader
+from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
-from capibara.strategies import dialogues
+from capibara.strategies import dialogues, readings
+from capibara.strategies.answering import prompt_documents
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale, normalized_each
 from capibara.strategies.policy.answers import RatioLevel, Surrogate
 from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.loss import ImportanceMode, PolicyLoss, TokenWeights
-from capibara.strategies.rewarded import RewardedLoss
+from capibara.strategies.rewarded import CHECK_S, RewardedLoss
 from capibara.strategies.rollouts import Rollouts
 
 
@@ -58,6 +60,10 @@ class Grpo(RewardedLoss):
       importance_cap, importance_floor: the bounds; both None: no importance weights.
       environment: answers the model's messages, whose tokens are then not trained; None: an answer is one message. Rewards get the
         model's last message, and the whole dialogue as the record's `dialogue`.
+      memory: reads the document of a line chunk by chunk, each in a conversation of its own (MemAgent, Yu et al. 2025,
+        arXiv:2507.02259); the answer's advantage is that of all its conversations. Rewards get the memories as the record's
+        `memories`. None: a prompt is read at once.
+      max_chunks: most chunks of a document, with `memory`: a batch has a row for each, and one for the answer.
       off_policy_limit: an answer with a negative advantage is not trained if its mean of log p in the engine - log p is above
         this (DeepSeek-V3.2, arXiv:2512.02556); None: all are.
     """
@@ -76,6 +82,8 @@ class Grpo(RewardedLoss):
     importance_floor: float | None = None
     off_policy_limit: float | None = None
     environment: Environment | None = None
+    memory: MemoryAgent | None = None
+    max_chunks: int | None = None
 
     means = ("kl", "clip_fraction", "ratio", "engine_difference", "importance_capped", "off_policy_fraction")
 
@@ -92,6 +100,33 @@ class Grpo(RewardedLoss):
             raise UserError(f"Grpo.off_policy_limit is {self.off_policy_limit}, must be above 0, or None: try 0.5")
         self._check_importance()
         self._check_levels()
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        if (self.memory is None) != (self.max_chunks is None):
+            missing, given = ("max_chunks", "memory") if self.max_chunks is None else ("memory", "max_chunks")
+            fix = "8" if missing == "max_chunks" else "@MemoryAgent()"
+            raise UserError(
+                f"Grpo.{given} is set and Grpo.{missing} is not, and both go together: try {missing} = {fix}"
+            )
+        if self.memory is None:
+            return
+        if self.max_chunks is not None and self.max_chunks < 1:
+            raise UserError(f"Grpo.max_chunks is {self.max_chunks}, must be at least 1: try 8")
+        if self.environment is not None:
+            raise UserError(
+                "Grpo.memory and Grpo.environment are set, and a document is read without one: leave one out"
+            )
+        if self.kl_in is KlIn.TOKENS:
+            raise UserError(
+                "Grpo.kl_in is 'tokens', whose rewards end with a conversation, and Grpo.memory has several to an answer: set it "
+                "to 'reward' or 'loss'"
+            )
+
+    @property
+    def conversations(self) -> int:
+        """The most conversations of an answer, each a row of a batch."""
+        return 1 if self.max_chunks is None else self.max_chunks + 1
 
     def _check_importance(self) -> None:
         cap, floor = self.importance_cap, self.importance_floor
@@ -128,6 +163,9 @@ class Grpo(RewardedLoss):
     ) -> Loader:
         if self.environment is not None:
             dialogues.check(self.environment, dataset)
+        if self.memory is not None and self.max_chunks is not None:
+            documents = prompt_documents(dataset, split)
+            readings.check(self.memory, self.max_chunks, dataset, documents, self.sampling, CHECK_S)
         where = dict(shard_index=shard_index, shard_count=shard_count)
         return super().open(dataset, split=split, batch_size=batch_size, epochs=epochs, **where)
 

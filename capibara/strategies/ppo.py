@@ -62,6 +62,8 @@ class Ppo(RewardedLoss):
     reads_values = True
     resample = 0
     environment = None
+    memory = None
+    max_chunks = None
     kl_in = KlIn.TOKENS
     means = (
         *("clip_fraction", "ratio", "engine_difference", "importance_capped"),

@@ -28,7 +28,7 @@ from capibara.strategies.answering import check_records
 from capibara.strategies.policy.advantages import overlong_penalty
 from capibara.strategies.rewards import Reward, check_reward
 
-_CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
+CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,10 +121,11 @@ class RewardedLoss(Loss):
         super().check(dataset, batch_size)
         if dataset.packing is not Packing.NONE:
             raise UserError(f"Dataset.packing ({str(dataset.packing)!r}) must be 'none' with @{name}(): set it to that")
-        if batch_size % self.group:
+        if batch_size % (rows := self.rows_of_a_prompt):
+            of_each = "" if self.conversations == 1 else f" times {self.conversations} conversations of an answer"
             raise UserError(
-                f"Plan.batch_size ({batch_size}) must be a multiple of {name}.group ({self.group}): try "
-                f"{max(1, round(batch_size / self.group)) * self.group}"
+                f"Plan.batch_size ({batch_size}) must be a multiple of {name}.group ({self.group}){of_each}: try "
+                f"{max(1, round(batch_size / rows)) * rows}"
             )
         if self.prompt_length(dataset) < 2:
             raise UserError(
@@ -139,8 +140,13 @@ class RewardedLoss(Loss):
             )
 
     @property
+    def conversations(self) -> int:
+        """The most conversations of an answer, each a row of a batch."""
+        return 1
+
+    @property
     def rows_of_a_prompt(self) -> int:
-        return self.group
+        return self.group * self.conversations
 
     @property
     def steps_of_rollout(self) -> int:
@@ -177,9 +183,9 @@ class RewardedLoss(Loss):
         self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
     ) -> Loader:
         del shard_index, shard_count  # every process reads all prompts
-        check_records(self.rewards, dataset, split, _CHECK_S)
+        check_records(self.rewards, dataset, split, CHECK_S)
         prompts = dataclasses.replace(dataset, length=self.prompt_length(dataset))
-        count = max(1, batch_size // self.group) * (self.mini_batches if split == "train" else 1)
+        count = max(1, batch_size // self.rows_of_a_prompt) * (self.mini_batches if split == "train" else 1)
         return make_loader(prompts, split=split, batch_size=count, epochs=epochs)
 
     def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom:

@@ -20,13 +20,14 @@ from capibara.data.dataset import Dataset
 from capibara.inference.engine.core import reads_whole
 from capibara.inference.engine.engine import check_generates
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.sampling.seeds import draw_seed
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom, log_probabilities_of, values_of
 from capibara.objectives.batches import BatchProvider, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
-from capibara.strategies.answering import Answer, Answerer, Answering, name_of, prompts_of
-from capibara.strategies.generating import answer_rows, draw_seed
+from capibara.strategies.answering import Answer, Answerer, Answering, Exchange, name_of, prompts_of
+from capibara.strategies.generating import answer_rows
 from capibara.strategies.policy.advantages import KlIn
 
 
@@ -37,6 +38,10 @@ class RollingOut(Answering, Protocol):
     def sampling(self) -> Sampling: ...
     @property
     def group(self) -> int: ...
+    @property
+    def conversations(self) -> int: ...
+    @property
+    def rows_of_a_prompt(self) -> int: ...
     @property
     def mini_batches(self) -> int: ...
     @property
@@ -168,7 +173,7 @@ class Rollouts(BatchProvider):
         groups, drawn = self._groups(step)
         answers = [answer for group in groups for answer in group]
         rewards, lengths = _numbers(groups, lambda item: item.reward), _numbers(groups, lambda item: len(item.tokens))
-        rows = _rows(answers, self._run.dataset, grpo.mask_truncated)
+        rows = _rows(answers, self._run.dataset, grpo.mask_truncated, grpo.conversations)
         rows |= self._references(params, rows)
         totals = self._summary(rewards, answers)
         if grpo.resample:
@@ -194,9 +199,8 @@ class Rollouts(BatchProvider):
         Groups whose rewards are all equal have no advantages: those of further prompts take their place.
         """
         grpo, drawn = self._grpo, 0
-        retained: list[list[Answer]] = []
-        equal: list[list[Answer]] = []
-        count = self._run.plan.batch_size // grpo.group * grpo.mini_batches
+        retained, equal = list[list[Answer]](), list[list[Answer]]()
+        count = self._run.plan.batch_size // grpo.rows_of_a_prompt * grpo.mini_batches
         for turn in range(1 + grpo.resample):
             samplings = functools.partial(self._samplings, step, turn * count)
             prompts = prompts_of(next(self._run.batches))
@@ -238,6 +242,8 @@ class Rollouts(BatchProvider):
             "answer_length": float(np.mean([len(answer.tokens) for answer in answers])),
             "answers_cut_off": float(np.mean([answer.truncated for answer in answers])),
         }
+        if memories := [len(item.tokens) for answer in answers for item in answer.earlier]:
+            totals["memory_length"] = float(np.mean(memories))
         if len(self._grpo.rewards) > 1:
             parts = np.mean([answer.parts for answer in answers], axis=0)
             totals |= {f"reward_{name_of(item)}": float(part) for item, part in zip(self._grpo.rewards, parts)}
@@ -288,16 +294,26 @@ def make_log_probabilities(
     return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _rows(answers: Sequence[Answer], dataset: Dataset, mask_truncated: bool) -> dict[str, np.ndarray]:
-    """A row of each prompt and answer."""
-    rows = answer_rows([(answer.prompt, answer.tokens) for answer in answers], dataset)
-    rows["drawn"] = np.zeros((len(answers), dataset.length), np.float32)
-    for row, answer in enumerate(answers):
-        first, end = len(answer.prompt) - 1, len(answer.prompt) + len(answer.tokens) - 1
-        rows["drawn"][row, first:end] = answer.drawn
-        if answer.is_own is not None:
-            rows["weights"][row, first:end] = answer.is_own
-        if mask_truncated and answer.truncated:
+def _rows(
+    answers: Sequence[Answer], dataset: Dataset, mask_truncated: bool, conversations: int = 1
+) -> dict[str, np.ndarray]:
+    """As many rows of each answer as the most conversations: of its conversations, and of padding after them."""
+    texts: dict[int, Answer | Exchange] = {}
+    for i, answer in enumerate(answers):
+        texts |= {i * conversations + j: item for j, item in enumerate((*answer.earlier, answer))}
+    written = answer_rows([(item.prompt, item.tokens) for item in texts.values()], dataset)
+    rows = {
+        name: np.zeros((len(answers) * conversations, *value.shape[1:]), value.dtype) for name, value in written.items()
+    }
+    for name, value in written.items():
+        rows[name][[*texts]] = value
+    rows["drawn"] = np.zeros((len(answers) * conversations, dataset.length), np.float32)
+    for row, item in texts.items():
+        first, end = len(item.prompt) - 1, len(item.prompt) + len(item.tokens) - 1
+        rows["drawn"][row, first:end] = item.drawn
+        if isinstance(item, Answer) and item.is_own is not None:
+            rows["weights"][row, first:end] = item.is_own
+        if mask_truncated and answers[row // conversations].truncated:
             rows["weights"][row] = 0.0
     return rows
 

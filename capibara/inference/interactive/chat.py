@@ -50,6 +50,11 @@ class Chat:
         """The token ids of a rendered prompt."""
         return self.vocabulary.encode_rendered(text)[0].tolist()
 
+    def content_ids(self, text: str) -> list[int]:
+        """The token ids of a text inside a message: special tokens that it spells are encoded as plain text."""
+        guarded = self.template.guarded(Conversation([{"role": "user", "content": text}]))
+        return self.ids_of(guarded.messages[0]["content"])
+
     def with_variables(self, variables: Mapping[str, Any]) -> Chat:
         """The same chat, with more variables of its template."""
         changed = Chat(self.vocabulary, self.template.with_variables(variables))

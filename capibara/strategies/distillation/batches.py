@@ -13,13 +13,14 @@ import numpy as np
 from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.sampling.seeds import draw_seed
 from capibara.models.api import Model
 from capibara.multihost import hosts
 from capibara.objectives.base import Objective
 from capibara.objectives.batches import BatchProvider, RunParts, make_totals
 from capibara.strategies.distillation.stored import StoredReader
 from capibara.strategies.distillation.teacher import Teacher, make_teacher
-from capibara.strategies.generating import Generating, Generator, Prompt, answer_rows, draw_seed, tokens_of
+from capibara.strategies.generating import Generating, Generator, Prompt, answer_rows, tokens_of
 
 
 class Distilling(Generating, Protocol):

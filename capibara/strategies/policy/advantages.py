@@ -1,6 +1,6 @@
 """Advantages of answers, from their rewards; on the host.
 
-P: prompts, G: answers to a prompt, B: rows, P * G of them, T: positions.
+P: prompts, G: answers to a prompt, B: rows, P * G of them or as many for each of its conversations, T: positions.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Advantages:
         is_token_BT = weights_BT > 0
         cost_BT = np.zeros(weights_BT.shape) if kl_BT is None else self.kl * np.where(is_token_BT, kl_BT, 0.0)
         if self.kl_in is KlIn.REWARD:
-            rewards_PG = rewards_PG - cost_BT.sum(axis=1).reshape(rewards_PG.shape)
-        gain_BT = np.where(is_token_BT, self.of_answers(rewards_PG).reshape(-1, 1), 0.0)
+            rewards_PG = rewards_PG - cost_BT.sum(axis=1).reshape(*rewards_PG.shape, -1).sum(axis=2)
+        gain_B = np.repeat(self.of_answers(rewards_PG), len(weights_BT) // rewards_PG.size)
+        gain_BT = np.where(is_token_BT, gain_B[:, None], 0.0)
         if self.kl_in is KlIn.TOKENS:
             gain_BT = gain_BT - np.cumsum(cost_BT[:, ::-1], axis=1)[:, ::-1]
         if self.scale is RewardScale.TOKENS and is_token_BT.sum() > 1:

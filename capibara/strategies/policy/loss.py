@@ -17,7 +17,7 @@ from capibara.strategies.policy.answers import Answers, RatioLevel, Surrogate
 class TokenWeights(enum.StrEnum):
     """The weight of a token in the mean over a batch.
 
-    ANSWER: each answer counts the same, and each of its tokens (GRPO, Shao et al. 2024, arXiv:2402.03300).
+    ANSWER: each answer, or each of its conversations, counts the same, and each of its tokens (GRPO, Shao et al. 2024, arXiv:2402.03300).
     MICRO_BATCH: each token of a micro-batch counts the same, and each micro-batch (TRL's "bnpo").
     BATCH: each token of the batch counts the same (DAPO, Yu et al. 2025, arXiv:2503.14476).
     MAX_LENGTH: 1 / Sampling.max_new_tokens (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).

@@ -1,0 +1,1 @@
+"""Long documents with questions about them, of any length, after RULER."""
