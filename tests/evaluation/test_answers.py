@@ -18,6 +18,9 @@ from capibara.evaluation.metrics import Choice
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
 from capibara.evaluation.tasks import EvalTask, Item
+from capibara.inference.memory_agent.agent import MemoryAgent
+from capibara.inference.memory_agent.prompts import Prompts
+from capibara.inference.memory_agent.reading import Reading, read
 from capibara.inference.sampling.sampling import Sampling
 from capibara.interop import gin_of
 from capibara.models import api
@@ -108,3 +111,38 @@ def test_a_prompt_that_has_no_place_is_named(subject):
             answers.ranked(
                 subject, "mc", task, [Item("a", 0, ("c", "d")), Item("a", 0, (choice, "d"))], SILENT, lambda *_: None
             )
+
+
+MEMORY = MemoryAgent(
+    chunk_tokens=20,
+    memory_tokens=8,
+    update="{question}|{memory}|{chunk}",
+    answer="{question}|{memory}",
+    empty_memory="-",
+)
+
+
+@pytest.mark.parametrize("form", PromptFormat)
+def test_documents_are_read_with_a_memory(chatty, form, tmp_path):
+    """And an interrupted evaluation resumes with the answers that it has, unless a document has changed."""
+    task = dataclasses.replace(TASK, format=form, memory=MEMORY)
+    items = [Item("who?", "x", document=letter * 100) for letter in "abc"]
+    path = str(tmp_path / "answers.jsonl")
+    with Predictions(path, {}) as told:
+        texts = answers.generated(chatty, "qa", task, items[:2], told, lambda *_: None)
+    prompts = Prompts(MEMORY, chatty.trainer.dataset, chatty.chat if form is PromptFormat.CHAT else None)
+    alone = [Reading(prompts, item.document, "who?", TASK.sampling, where="x") for item in items]
+    assert texts == [answer.text for answer in read(chatty.engine, alone[:2])]
+    with Predictions(path, {}) as told:
+        assert answers.generated(chatty, "qa", task, items, told, lambda *_: None)[:2] == texts
+    changed = [dataclasses.replace(items[0], document="other"), *items[1:]]
+    with Predictions(path, {}) as told, pytest.raises(UserError, match="line 2 is of another request"):
+        answers.generated(chatty, "qa", task, changed, told, lambda *_: None)
+
+
+def test_a_document_that_does_not_fit_is_named_with_its_example(chatty):
+    task = dataclasses.replace(TASK, memory=dataclasses.replace(MEMORY, chunk_tokens=10_000))
+    with pytest.raises(
+        UserError, match=r"qa, example 0: the conversation of a chunk needs \d+ tokens, must fit Dataset.length"
+    ):
+        answers.generated(chatty, "qa", task, [Item("who?", "x", document="a" * 9000)], SILENT, lambda *_: None)

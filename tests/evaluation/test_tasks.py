@@ -18,6 +18,7 @@ from capibara.evaluation import evaluate
 from capibara.evaluation.metrics import choice_accuracy, exact_match
 from capibara.evaluation.programs import PassAtK
 from capibara.evaluation.tasks import EvalTask, Item, read_items
+from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.sampling.sampling import Sampling
 
 
@@ -68,6 +69,25 @@ def test_mistakes_in_files_name_the_line(lines, tmp_path):
             items(lines(good | {"c": choices, "target": answer}), choices="c", metrics=None)
     with pytest.raises(UserError, match=r"qa.jsonl:1 is no JSON"):
         items(lines("[" * 50000))
+
+
+def test_a_line_of_a_task_with_a_memory_has_a_document(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"q": "who?", "target": "x", "text": "long"}\n')
+    task = EvalTask(files=(str(path),), metrics=(exact_match,), prompt="{q}", memory=MemoryAgent(document="text"))
+    assert [item.document for item in read_items("qa", task)] == ["long"]
+    for line, message in (
+        ('{"q": "who?", "target": "x"}', "has no 'text', which MemoryAgent.document needs"),
+        ('{"q": "who?", "target": "x", "text": " "}', "'text' is ' ', must be a text"),
+        ('{"q": "who?", "target": "x", "text": 3}', "'text' is '3', must be a text"),
+    ):
+        path.write_text(line)
+        with pytest.raises(UserError, match=message):
+            read_items("qa", task)
+    with pytest.raises(UserError, match="EvalTask.choices is 'c' and EvalTask.memory is set"):
+        EvalTask(files=("x",), choices="c", memory=MemoryAgent())
+    with pytest.raises(UserError, match="Sampling.num_decodes is 2, which reading with a memory does not support"):
+        EvalTask(files=("x",), metrics=(exact_match,), memory=MemoryAgent(), sampling=Sampling(num_decodes=2))
 
 
 def test_mistakes_in_a_task():
@@ -191,6 +211,7 @@ READY = {
     "questions": ("QUESTIONS", {"question": "1+1?", "answer": ["2", "two"]}, "Question: 1+1?\nAnswer:"),
     "choices": ("CHOICES", {"question": "1+1?", "choices": ["1", "2"], "answer": "B"}, "Question: 1+1?\nAnswer:"),
     "humaneval": ("PROBLEMS", {"prompt": "def f", "test": "", "entry_point": "f", "task_id": "0"}, "def f"),
+    "ruler": ("RULER", {"question": "who?", "answer": "x", "document": "long"}, "who?"),
     "texts": ("TEXTS", {"source": "long", "target": "short"}, "long"),
 }
 

@@ -27,6 +27,7 @@ from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.own_chips import Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.sample import SampleText, sampler
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
@@ -82,7 +83,8 @@ def write_data(folder: pathlib.Path) -> None:
     pairs = [{"prompt": f"{i}?", "chosen": str(i), "rejected": "no" * (1 + i % 3)} for i in range(19)]
     questions = [{"prompt": "def f" + "x" * (i % 5), "target": "x"} for i in range(23)]
     choices = [{"prompt": "a" * (1 + i), "choices": ["b" * (1 + i % 4), "cc"], "target": 1} for i in range(45)]
-    files = {"prompts": prompts, "pairs": pairs, "qa": questions, "mc": choices}
+    documents = [{"question": f"{i}?", "document": "abcdefgh" * (1 + i % 3)} for i in range(PROMPTS)]
+    files = {"prompts": prompts, "pairs": pairs, "qa": questions, "mc": choices, "documents": documents}
     for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "tasks.gin").write_text(
@@ -161,6 +163,22 @@ def rollouts(folder: pathlib.Path, name: str) -> dict:
     """Two steps, then an evaluation and samples."""
     texts = SampleText(prompts=("a", "b"), sampling=Sampling(max_new_tokens=4, temperature=0.0))
     return trained(trainer_of(folder, f"{name}_rollouts", evaluation=Evaluation(every=2)), texts)
+
+
+def readings(folder: pathlib.Path, name: str) -> dict:
+    """Two steps on documents of one to three chunks, which are read with a memory, and an evaluation."""
+    agent = MemoryAgent(
+        chunk_tokens=8,
+        memory_tokens=4,
+        update="{question}|{memory}|{chunk}",
+        answer="{question}|{memory}",
+        empty_memory="-",
+    )
+    base = trainer_of(folder, f"{name}_readings", evaluation=Evaluation(every=2))
+    source = dataclasses.replace(base.dataset.source, files=(str(folder / "documents.jsonl"),))
+    dataset = dataclasses.replace(base.dataset, source=source, length=36)
+    loss = dataclasses.replace(base.loss, memory=agent, max_chunks=3)
+    return trained(dataclasses.replace(base, dataset=dataset, loss=loss, plan=Plan(batch_size=2 * 4 * GROUP)))
 
 
 def together(folder: pathlib.Path, name: str) -> dict:
@@ -280,7 +298,20 @@ def judged(folder: pathlib.Path, name: str) -> dict:
     return trained(trainer, judge=TaskJudge(trainer, api.build(MODEL), options, EngineConfig(slots=2)))
 
 
-PARTS = [rollouts, together, meshes, opinions, failure, reference, distilled, evaluated, harness, scores, judged]
+PARTS = [
+    rollouts,
+    readings,
+    together,
+    meshes,
+    opinions,
+    failure,
+    reference,
+    distilled,
+    evaluated,
+    harness,
+    scores,
+    judged,
+]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,7 @@ def _load():
 
 
 answering = _load()
-SHORT = ("rollouts", "evaluated")
+SHORT = ("rollouts", "readings", "evaluated")
 # Only the first looks whether its files can be written; all watch each other.
 ONLY_THE_FIRST_LOOKS = [{"code": 0, "watched": 1, "checks": 2}, {"code": 0, "watched": 1, "checks": 0}]
 
@@ -99,6 +99,13 @@ def test_two_processes_answer_each_prompt_once_and_learn_as_one(two, alone):
     for one in (*found, want):
         one["asked"] = [prompt for prompt in one["asked"] if not isinstance(prompt, str)]
     assert len(samples) == 2
+    asked_once(found, want)
+
+
+def test_two_processes_read_their_parts_of_the_documents_and_learn_as_one(two, alone):
+    found, want = two["readings"], alone("readings")
+    assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"] and found[0]["answers"] == found[1]["answers"]
+    same_run(found[0], want)
     asked_once(found, want)
 
 

@@ -56,6 +56,30 @@ def test_standard_input_must_be_text(trained, here, monkeypatch):
     assert "standard input is not text in UTF-8" in mistake(here("infer", RUN))
 
 
+def test_a_document_is_read_with_a_memory(here, shell):
+    (shell.folder / "book.txt").write_text("grass grows by the river. " * 40)
+    sizes = [
+        "--gin.MemoryAgent.chunk_tokens=20",
+        "--gin.MemoryAgent.memory_tokens=8",
+        "--gin.Sampling.max_new_tokens=4",
+    ]
+    short = [
+        "--gin.MemoryAgent.update='{question}|{memory}|{chunk}|'",
+        "--gin.MemoryAgent.answer='{question}|{memory}|'",
+    ]
+    asked = ("infer", RUN, "--document=book.txt", *sizes, *short)
+    done = here(*asked, "--prompt=where?", "--gin.Sampling.temperature=0")
+    assert done.code == 0 and done.out.strip() and "MiB of keys and values, whatever the length" in done.err
+    for flags, message in (
+        ([], "--document excludes --prompts and --benchmark, and needs --prompt"),
+        (["--prompt=x", "--benchmark"], "--document excludes --prompts"),
+        (["--prompt=x", "--document=none.txt"], "--document=none.txt cannot be read"),
+        (["--prompt=x", "--gin.MemoryAgent.chunk_tokens=999"], "lower MemoryAgent.chunk_tokens"),
+        (["--prompt=x", "--gin.Sampling.num_decodes=2"], "Sampling.num_decodes is 2"),
+    ):
+        assert message in mistake(here(*asked, *flags))
+
+
 def test_no_prompts_are_no_texts(trained, here, monkeypatch):
     (trained.folder / "none.txt").write_text("")
     monkeypatch.setattr("sys.stdin", None)

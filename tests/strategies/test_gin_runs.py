@@ -64,6 +64,14 @@ def test_methods_without_a_reference(build, run, bindings, loss):
         build("unpaired", run)
 
 
+def test_documents_are_read_with_a_memory(build):
+    loss = build("prompts", "memory", "REWARDS=(@exact_answer,)", "MAX_CHUNKS=3", "CHUNK_TOKENS=100").loss
+    assert (loss.memory.chunk_tokens, loss.max_chunks, loss.token_weights) == (100, 3, "batch")
+    assert loss.rows_of_a_prompt == 8 * 4 and loss.surrogate == Clipped(high=0.28)
+    with pytest.raises(UserError, match="MemoryAgent.update must have each of"):
+        build("prompts", "memory", "REWARDS=(@exact_answer,)", "MemoryAgent.update='{chunk}'")
+
+
 def test_reward_models(build):
     trainer = build("preferences", "reward", "Reward.centering=0.01")
     assert trainer.loss == Reward(centering=0.01) and trainer.dataset.scores_answers and trainer.model.head == "score"

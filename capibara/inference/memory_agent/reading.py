@@ -156,9 +156,8 @@ def read(
             submit(*more)
         if not pending:
             return
-        for _ in range(
-            len(pending)
-        ):  # a conversation of each document, so that the next prompts are prefilled together
+        # A conversation of each document, so that the next prompts are prefilled together.
+        for _ in range(len(pending)):
             number, reading, stream = pending.popleft()
             if (answer := reading.add(stream.result())) is None:
                 submit(number, reading)

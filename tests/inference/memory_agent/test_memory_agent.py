@@ -162,7 +162,9 @@ def model(toy_tokenizer, tmp_path_factory):
     shutil.copytree(toy_tokenizer, folder, dirs_exist_ok=True)
     files = {path.name: path.read_bytes() for path in pathlib.Path(toy_tokenizer).iterdir()}
     run_folder.save(folder, params, gin_of.run(config, folder, files))
-    return cb.load(folder, bindings=["Dataset.length = 64", "EngineConfig.slots = 2"])
+    return cb.load(
+        folder, bindings=["Dataset.length = 64", "EngineConfig.slots = 2", "EngineConfig.prefix_cache_mib = 0"]
+    )
 
 
 def test_many_documents_are_read_together_as_each_alone(model):
