@@ -37,7 +37,7 @@ from capibara.inference.memory_agent.reading import Reading, read  # noqa: E402
 from capibara.monitoring.metrics_file.loggers import read_metrics  # noqa: E402
 
 TASKS, CHUNK, TRAINED, ROW = ("needle", "facts"), 512, 4096, 576
-WITHOUT_MEMORY = (512, 1024, 2048, 4096)
+WITHOUT_MEMORY = (512, 1024, 4096)
 GOAL = 0.8
 FACT, QUESTION, EMPTY = "note {key} {value}.", "about {key}?", " nothing"
 UPDATE = "memory\n{memory}\ntext\n{chunk}\nask\n{question}"
@@ -146,7 +146,7 @@ def rewarded(base: cb.Trainer, folder: pathlib.Path, tokenizer: str, steps: int)
     )  # fmt: skip
     loss = cb.Grpo(
         rewards=(cb.exact_answer,), group=8, memory=AGENT, max_chunks=chunks, surrogate=cb.Clipped(high=0.28),
-        token_weights="batch", sampling=cb.Sampling(max_new_tokens=4, temperature=1.0),
+        token_weights="batch", updates=2, sampling=cb.Sampling(max_new_tokens=4, temperature=1.0),
         engine=cb.EngineConfig(slots=32, prefix_cache_mib=0, prefill_tokens=8192),
     )  # fmt: skip
     return dataclasses.replace(

@@ -135,7 +135,8 @@ class LanguageModel(ScoredModel):
     def _read(self, document: str, prompt: object, memory: MemoryAgent, options: Sampling, adapter: str | None) -> str:
         """The answer to a question about a document that is read with a memory."""
         texts, messages = _asked(prompt)
-        if len(texts or messages or ()) != 1 or not isinstance(question := (texts or [messages[0]["content"]])[0], str):
+        asked = texts if messages is None else [message.get("content") for message in messages]
+        if len(asked) != 1 or not isinstance(question := asked[0], str):
             raise UserError("the prompt of a document must be a text or one message: ask one question")
         prompts = Prompts(memory, self.loaded.dataset, None if messages is None else self._chat)
         reading = Reading(prompts, document, question, options, where="document")

@@ -126,16 +126,16 @@ class Generator:
     def read(self, readings: Sequence[Reading], what: str) -> list[Completion]:
         """The answers about this process's documents, which it reads to their ends; all processes call it."""
         answers: dict[int, Completion] = {}
-        for number in itertools.count(1):
-            left = [i for i in range(len(readings)) if i not in answers]
-            if not any(hosts.each(lambda: bool(left))):
-                return [answers[i] for i in range(len(readings))]
+        left, number = [*range(len(readings))], 1
+        while any(hosts.each(lambda: bool(left))):
             open_readings = [readings[i] for i in left]
             streams = [self._loaded.submit(item.prompt, item.sampling, ends=item.ends) for item in open_readings]
             self._finish(f"{what}, conversation {number}", len(left))
             for i, reading, stream in zip(left, open_readings, streams):
                 if (answer := reading.add(stream.result())) is not None:
                     answers[i] = answer
+            left, number = [i for i in left if i not in answers], number + 1
+        return [answers[i] for i in range(len(readings))]
 
     def _finish(self, what: str, count: int) -> None:
         """Generates until the engines of all processes have finished."""

@@ -300,7 +300,8 @@ def _rows(
     """As many rows of each answer as the most conversations: of its conversations, and of padding after them."""
     texts: dict[int, Answer | Exchange] = {}
     for i, answer in enumerate(answers):
-        texts |= {i * conversations + j: item for j, item in enumerate((*answer.earlier, answer))}
+        each: list[Answer | Exchange] = [*answer.earlier, answer]
+        texts |= {i * conversations + j: item for j, item in enumerate(each)}
     written = answer_rows([(item.prompt, item.tokens) for item in texts.values()], dataset)
     rows = {
         name: np.zeros((len(answers) * conversations, *value.shape[1:]), value.dtype) for name, value in written.items()
