@@ -56,7 +56,7 @@ def test_standard_input_must_be_text(trained, here, monkeypatch):
     assert "standard input is not text in UTF-8" in mistake(here("infer", RUN))
 
 
-def test_a_document_is_read_with_a_memory(here, shell):
+def test_a_document_is_read_with_a_memory(trained, here, shell):
     (shell.folder / "book.txt").write_text("grass grows by the river. " * 40)
     sizes = [
         "--gin.MemoryAgent.chunk_tokens=20",
