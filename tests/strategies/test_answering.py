@@ -9,7 +9,7 @@ import pytest
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.requests.stream import Finish
 from capibara.multihost import hosts
-from capibara.strategies.answering import Answerer
+from capibara.strategies.answering import Answerer, Finished
 from capibara.strategies.generating import Generator, Prompt
 from capibara.strategies.grpo import Grpo
 
@@ -39,5 +39,5 @@ def test_rewards_are_summed_by_their_weights(weights, total):
     said = types.SimpleNamespace(
         **dict(text="so", tokens=[7, 8], drawn=[-1.0, -2.0], end=None, end_drawn=None, finish=Finish.LENGTH)
     )
-    answer = answerer._answer("train", Prompt(0, 0, [1, 2]), said)
+    answer = answerer._answer("train", Prompt(0, 0, [1, 2]), Finished(said))
     assert answer.reward == total and answer.parts == (3.0, 5.0)
