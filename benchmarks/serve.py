@@ -1,7 +1,8 @@
 """Speed of servers under the same load, on the same cores and of the same weights: ours beside llama.cpp, vLLM and transformers.
 
     python benchmarks/serve.py --model=MODEL.gguf [--llama] [--vllm_python=PATH/bin/python]
-        [--transformers_python=PATH/bin/python] [--clients=1,8,32] [--requests=48] [--cores=0,1] [--rounds=1] [--json=OUT]
+        [--transformers_python=PATH/bin/python] [--clients=1,8,32] [--requests=48] [--warm=30] [--long=4000] [--cores=0,1]
+        [--rounds=1] [--json=OUT]
 
 The model is written once as a Hugging Face folder and as a GGUF file, both in `--dtype`. Requests have lengths like
 ShareGPT's, scaled to a CPU (logarithms are normal: prompts with a median of 64 tokens, texts with one of 32), and the same
@@ -14,7 +15,9 @@ server knows no such parameter.
   between   seconds between two events of a stream, divided by the tokens that came with the second
   stall     the longest gap between two events of 7 streams while a prompt of `--long` tokens comes in, over their median gap
 
-A server runs alone; they take turns, `--rounds` times. A ratio is ours over theirs for tokens/s, theirs over ours for times.
+A server runs alone; they take turns, `--rounds` times. Each is measured after `--warm` seconds of such a load, and ours not before it
+has compiled its programs (capibara_compiling of /metrics); `--warm=0` measures a start. A ratio is ours over theirs for tokens/s,
+theirs over ours for times.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from rich.table import Table
 
 HERE = pathlib.Path(__file__).resolve().parent
 READY_S = 1800.0
+COMPILING = "capibara_compiling "
 LONGEST = 512  # tokens of prompt and text together
 WORDS = "the cat sat on a mat and looked at rain over hills while trains went by slowly to some other town".split()
 
@@ -73,7 +77,7 @@ def loads(count: int) -> list[Load]:
 
 def prompt_of(number: int, words: int) -> str:
     """Words that differ from request to request, so that no prefix is shared."""
-    random = np.random.default_rng(number)
+    random = np.random.default_rng(number)  # of another load, too: a cached prefix would be measured instead
     return " ".join(WORDS[i] for i in random.integers(0, len(WORDS), words))
 
 
@@ -111,13 +115,25 @@ async def run(server: Server, requests: Sequence[Load], clients: int) -> dict[st
         await asyncio.sleep(pause_s)
         while waiting:
             number, load = waiting.pop(0)
-            seen.append(await ask(server.address, server.path, server.body(prompt_of(number, load.words), load.tokens)))
+            prompt = prompt_of(1000 * clients + number, load.words)
+            seen.append(await ask(server.address, server.path, server.body(prompt, load.tokens)))
 
     pauses = np.cumsum(random.exponential(0.2, clients)) - 0.0
     began_s = time.monotonic()
     await asyncio.gather(*(client(float(pause)) for pause in pauses))
     took_s = time.monotonic() - began_s
     return figures(seen, took_s)
+
+
+async def warm(server: Server, seconds: float) -> None:
+    """Loads of other prompts, until the seconds are over and the server compiles no more."""
+    began_s, number = time.monotonic(), 10**6
+    while time.monotonic() - began_s < seconds or server.compiling():
+        for clients in (1, 8):
+            texts = loads(clients)
+            bodies = [server.body(prompt_of(number + i, load.words), load.tokens) for i, load in enumerate(texts)]
+            await asyncio.gather(*(ask(server.address, server.path, body) for body in bodies))
+            number += clients
 
 
 def figures(seen: Sequence[Served], took_s: float) -> dict[str, float]:
@@ -199,7 +215,8 @@ class Server:
                 if process.poll() is not None or time.monotonic() - began_s > READY_S:
                     raise RuntimeError(f"{self.name} did not start: {pathlib.Path(log).read_text()[-1500:]}")
                 time.sleep(0.5)
-            self.ready_s = time.monotonic() - began_s
+            self.ready_at_s = time.monotonic()
+            self.ready_s = self.ready_at_s - began_s
             yield
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -208,6 +225,14 @@ class Server:
                 process.wait(30)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
+
+    def compiling(self) -> bool:
+        """Whether it says that it compiles programs; peers do not say."""
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.address + "/metrics", timeout=5) as reply:
+            return any(
+                float(line.split()[1]) for line in reply.read().decode().splitlines() if line.startswith(COMPILING)
+            )
+        return False
 
     def _answers(self) -> bool:
         try:
@@ -285,6 +310,9 @@ def main() -> int:
     parser.add_argument("--cores", default="0,1")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--warm", type=float, default=30.0, help="seconds of load before each server is measured; 0: none"
+    )
     parser.add_argument("--long", type=int, default=0, help="words of the long prompt; 0: no stall is measured")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--ours", action="append", default=[], help="a flag more of capibara.serve")
@@ -298,8 +326,11 @@ def main() -> int:
             for server in servers(args, hf, gguf):
                 of_server = each.setdefault(server.name, {})
                 with server.running(cores, os.path.join(folder, f"{server.name}.log")):
-                    asyncio.run(run(server, loads(4), 2))  # warm-up
-                    of_server.setdefault("ready", []).append({"ready_s": server.ready_s})
+                    asyncio.run(run(server, loads(4), 2))
+                    if args.warm:
+                        asyncio.run(warm(server, args.warm))
+                    warm_s = time.monotonic() - server.ready_at_s
+                    of_server.setdefault("ready", []).append({"ready_s": server.ready_s, "warm_s": warm_s})
                     for clients in map(int, args.clients.split(",")):
                         requests = loads(max(args.requests, clients) if clients > 1 else args.requests // 4)
                         of_server.setdefault(str(clients), []).append(asyncio.run(run(server, requests, clients)))

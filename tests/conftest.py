@@ -156,6 +156,24 @@ def _no_modules_of_tests(tmp_path_factory):
             del sys.modules[name]
 
 
+_MOST_RESIDENT_GIB = 3  # of a worker; without a limit one grows to 7 by the last tests
+
+
+def _resident_bytes():
+    """Memory of this process; 0 where the system does not tell."""
+    statm = pathlib.Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if statm.exists() else 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_are_dropped():
+    """The programs of earlier files, when they fill too much memory; a later file finds those that it needs on disk."""
+    yield
+    if (jax := sys.modules.get("jax")) and _resident_bytes() > _MOST_RESIDENT_GIB * 2**30:
+        jax.clear_caches()
+        gc.collect()
+
+
 # Folders whose tests run under strict promotion. The optimizers do not: optax 0.2.8 multiplies int32 by float32.
 _STRICT = ("models", "kernels", "inference")
 

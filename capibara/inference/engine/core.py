@@ -113,7 +113,7 @@ class EngineCore:
         )
         self.prefill = PrefillQueue(
             compiled, length, config.slots, most, prefixes, batches, self.prompts,
-            self.runner.read if self.reads_in_slot else None, whole=whole,
+            self.runner if self.reads_in_slot else None, whole=whole,
         )  # fmt: skip
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)
         self.scheduler = Scheduler(config, length, self.pages, prefixes, self.prefill, self._searcher, self.runner)

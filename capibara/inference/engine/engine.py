@@ -20,7 +20,7 @@ from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.requests import best_of
 from capibara.inference.engine.requests.best_of import BestOf
 from capibara.inference.engine.requests.following import Submission
-from capibara.inference.engine.requests.request import InputProcessor, Request
+from capibara.inference.engine.requests.request import InputProcessor
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.engine.warm_up import warm_up
 from capibara.inference.sampling.grammar import Grammar
@@ -110,6 +110,11 @@ class Engine:
         return (pages.sizes.pages, pages.busy) if pages else (0, 0)
 
     @property
+    def compiling(self) -> int:
+        """Number of programs that are still to be compiled beside serving."""
+        return self._core.compiler.left
+
+    @property
     def statistics(self) -> Statistics:
         return self._core.runner.statistics
 
@@ -134,13 +139,7 @@ class Engine:
           beside: returns when a step and the programs for short prompts are compiled, and compiles the others in a
             thread after `start`. On a mesh it compiles all of them.
         """
-
-        def request(prompt: Sequence[int], likeliest: int) -> Request:
-            ids = [token % self._vocab_size for token in prompt]
-            sampling = Sampling(temperature=0.0, max_new_tokens=1)
-            return self._inputs.request(ids, sampling, self._loop.drive, ends=(), likeliest=likeliest, adapter=None)
-
-        warm_up(self._core, self._config, self._length, self._encodes, request, show, beside)
+        warm_up(self._core, self._config, self._length, self._encodes, self._inputs.request, show, beside)
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that a request that has it is submitted at once; thread-safe.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 from capibara.inference.engine.cache import batching
 from capibara.inference.engine.cache.batching import PART_TOKENS, EngineConfig
@@ -10,7 +11,10 @@ from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.programs.compiler import Task
 from capibara.inference.engine.requests.request import LIKELIEST, Request
 from capibara.inference.engine.runner import step_rows
-from capibara.inference.engine.runner.decode import step_task
+from capibara.inference.engine.runner.decode import put_task, row_task, step_task
+from capibara.inference.sampling.sampling import Sampling
+
+_GREEDY = Sampling(temperature=0.0, max_new_tokens=1)
 
 
 def warm_up(
@@ -18,7 +22,7 @@ def warm_up(
     config: EngineConfig,
     length: int,
     encodes: bool,
-    request_of: Callable[[Sequence[int], int], Request],
+    request_of: Callable[..., Request],
     show: Callable[[int, int], None],
     beside: bool,
 ) -> None:
@@ -29,7 +33,7 @@ def warm_up(
       config: of the engine.
       length: positions of a slot.
       encodes: whether an encoder reads the prompts.
-      request_of: makes a request of a prompt and a number of likeliest tokens.
+      request_of: `InputProcessor.request`.
       show: called with the numbers of compiled programs and of all that are compiled here.
       beside: whether only the first are compiled here, and the others after the engine has started.
     """
@@ -40,10 +44,11 @@ def warm_up(
     for rows, size, likeliest in shapes:
         if core.pages and not core.pages.fits(rows, size):
             continue
-        requests = [request_of([1] * size, likeliest) for _ in range(rows)]
-        task = core.prompts.alone(requests[0], None) if rows == 1 else core.prompts.together(requests)
-        (first if rows == 1 and size <= PART_TOKENS and not likeliest else rest).append(task)
-    rest = [*few, *rest, step(LIKELIEST)]
+        options: dict[str, Any] = {"ends": (), "likeliest": likeliest, "adapter": None}
+        requests = [request_of([1] * size, _GREEDY, lambda: False, **options) for _ in range(rows)]
+        tasks = core.prompts.of_prompt(requests[0], None) if rows == 1 else [core.prompts.together(requests)]
+        (first if rows == 1 and size <= PART_TOKENS and not likeliest else rest).extend(tasks)
+    rest = [*few, *rest, *_of_prefixes(core, length), step(LIKELIEST)]
     if not beside or core.on_mesh:
         first, rest = [*first, *rest], []
     for done, task in enumerate(first):
@@ -52,3 +57,10 @@ def warm_up(
     show(len(first), len(first))
     for task in rest:
         core.compiler.add(task)
+
+
+def _of_prefixes(core: EngineCore, length: int) -> list[Task]:
+    """The programs that copy a slot's row for the prefix cache, and put it into the slot of a later prompt."""
+    if core.prefill.prefixes is None or not core.reads_in_slot:
+        return []
+    return [of(core.runner, positions) for positions in batching.buckets(length) for of in (row_task, put_task)]

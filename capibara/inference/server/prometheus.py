@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -11,21 +11,14 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from capibara.inference.engine.requests.stream import Completion, Finish
+from capibara.inference.server.service.load import Load
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
-Load = tuple[int, int, int, int, int, int]
-
-
 class ServingMetrics:
-    """Counts requests and texts.
-
-    Args:
-      load: returns the numbers of queued texts, busy slots and slots; of the cache's pages and busy pages; and of texts
-        that were preempted for lack of pages.
-    """
+    """Counts requests and texts; `load` returns what the server is busy with."""
 
     def __init__(self, load: Callable[[], Load]):
         self._registry = CollectorRegistry()
@@ -45,9 +38,10 @@ class ServingMetrics:
             ("slots", "Slots."),
             ("pages", "Pages of the cache; 0: it is not paged."),
             ("pages_busy", "Pages in use."),
+            ("compiling", "Programs that are still to be compiled; requests are slower meanwhile."),
         )
-        for index, (name, about) in enumerate(gauges):
-            Gauge(name, about, **own).set_function(functools.partial(_of_load, load, index))
+        for name, about in gauges:
+            Gauge(name, about, **own).set_function(functools.partial(_of_load, load, name))
         self._registry.register(_Preempted(load))
 
     def request(self, path: str, status: int) -> None:
@@ -74,14 +68,14 @@ class ServingMetrics:
 class _Preempted(Collector):
     """Exports the engine's own counter of preempted texts."""
 
-    def __init__(self, load: Callable[[], Sequence[int]]):
+    def __init__(self, load: Callable[[], Load]):
         self._load = load
 
     def collect(self) -> Iterator[Metric]:
-        about, count = "Texts preempted for lack of pages; they return to the queue.", self._load()[5]
+        about, count = "Texts preempted for lack of pages; they return to the queue.", self._load().preempted
         yield CounterMetricFamily("capibara_preempted_texts", about, value=count)
         yield CounterMetricFamily("capibara_put_back_texts", "Old name of capibara_preempted_texts.", value=count)
 
 
-def _of_load(load: Callable[[], Load], index: int) -> float:
-    return load()[index]
+def _of_load(load: Callable[[], Load], name: str) -> float:
+    return getattr(load(), name)

@@ -314,7 +314,7 @@ def test_packed_documents_have_blocks_of_their_own():
 
     def logits(part):
         row = {"tokens": tokens[part], "positions": positions[part], "segment_ids": segments[part]}
-        return np.asarray(model.logits(params, {name: value[None] for name, value in row.items()}))[0]
+        return np.asarray(jax.jit(model.logits)(params, {name: value[None] for name, value in row.items()}))[0]
 
     alone = [logits(segments == number) for number in (1, 2, 3)]
     np.testing.assert_allclose(logits(segments > 0), np.concatenate(alone), rtol=1e-4, atol=1e-5)

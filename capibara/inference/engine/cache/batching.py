@@ -183,6 +183,6 @@ def prompt_shapes(
         shapes += [(count, fewest[size], 0) for size in sizes if count * size <= tokens]
         count *= 2
     if in_slot:
-        parts = (size for size in sizes if size & (size - 1) == 0 and tokens + size <= length)
-        shapes += [(1, tokens + size, 0) for size in parts]
+        parts = [size for size in sizes if size & (size - 1) == 0 and tokens + size <= length]
+        shapes += [(1, tokens + size, likeliest) for likeliest in (0, 1) for size in parts]
     return shapes

@@ -40,6 +40,12 @@ class Compiler:
         """Whether programs are compiled in the thread."""
         return self._thread is not None
 
+    @property
+    def left(self) -> int:
+        """Number of tasks that are not compiled yet."""
+        with self._changed:
+            return len(self._wanted) + len(self._later)
+
     def compile(self, task: Task) -> None:
         """Compiles a task in the caller's thread."""
         task.compile()

@@ -96,6 +96,7 @@ class Programs(NamedTuple):
         next tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row
         with guesses may choose any token.
       row: (state, slot, table, positions) -> the cache of that slot, cut to its first positions.
+      put: (state, row, slot, table) -> state with the row in the slot; nothing is chosen yet.
     """
 
     serving: Callable[[Params], Params]
@@ -108,6 +109,7 @@ class Programs(NamedTuple):
     step: jax.stages.Wrapped
     verify: jax.stages.Wrapped
     row: jax.stages.Wrapped
+    put: jax.stages.Wrapped
 
 
 class Same:
@@ -201,6 +203,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         step=jit(step, donate_argnums=1, static_argnums=6),
         verify=jit(verify, donate_argnums=1, static_argnums=7),
         row=jit(_row, static_argnums=3),
+        put=jit(_put, donate_argnums=0),
     )
 
 
@@ -232,6 +235,10 @@ def _read(
 
 def _row(state: State, slot: jax.Array, table: jax.Array | None, positions: int) -> Cache:
     return paged.row(state["cache"], slot, positions, table)
+
+
+def _put(state: State, row: Cache, slot: Array, table: Array | None) -> State:
+    return _laid_out(state | {"cache": paged.put_row(state["cache"], row, slot, table)})
 
 
 def _one(rows: PyTree, index: jax.Array) -> PyTree:

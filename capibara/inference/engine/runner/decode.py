@@ -112,7 +112,7 @@ class DecodeRunner:
 
     def row(self, slot: int, positions: int) -> Cache | None:
         """A copy of the first positions of a slot's keys and values; None while its program is compiled."""
-        if not self._compiler.is_compiled(Task(("row", positions), lambda: _compile_row(self, positions))):
+        if not self._compiler.is_compiled(row_task(self, positions)):
             return None
         return self._programs.row(self._slots_state, np.int32(slot), self._table, positions)
 
@@ -144,6 +144,14 @@ class DecodeRunner:
         request.written = True
         return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
+    def put(self, request: Request, row: Cache) -> None:
+        """Copies the row of a cached prefix into a request's slot, where the rest of its prompt is read."""
+        assert request.slot is not None, "it was assigned one"
+        with program_of([request]):
+            # Wherever the row is from, the program is the one that was compiled for rows of slots.
+            row = jax.device_put(row, self._slots_state["tokens"].sharding)
+            self._state = self._programs.put(self._slots_state, row, np.int32(request.slot), self._table)
+
     def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
         """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""
         slot, known = np.array([request.slot], np.int32), np.array([length], np.int32)
@@ -159,7 +167,10 @@ class DecodeRunner:
         self.ahead, at_s = count, time.monotonic()
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._step(params, rows, next_, count, alternatives)
+            self._state, sampled = self._programs.step(
+                params, self._slots_state, Settings(*map(rows.of, self._settings)), next_, np.int32(count), rows.table(self._pages),
+                alternatives, self._batch_adapters_of(rows), rows.slots,
+            )  # fmt: skip
         self.statistics.steps += 1
         return self._request(sampled, rows.active, np.full(self._slots, count), group, at_s)
 
@@ -202,15 +213,6 @@ class DecodeRunner:
                     _deliver(request, sampled, row)
             self._pending.popleft()  # before anything else can fail: no token is passed on twice
             yield from [request for _, request in rows if request.finished]
-
-    def _step(
-        self, params: Params, rows: StepRows, next_: NextTokens, count: int, alternatives: int
-    ) -> tuple[State, SampledTokens]:
-        """Runs the program that decodes `count` tokens of these rows."""
-        return self._programs.step(
-            params, self._slots_state, Settings(*map(rows.of, self._settings)), next_, np.int32(count), rows.table(self._pages),
-            alternatives, self._batch_adapters_of(rows), rows.slots,
-        )  # fmt: skip
 
     def _verify(
         self, params: Params, rows: StepRows, next_: NextTokens, guesses: np.ndarray, counts: np.ndarray,
@@ -287,8 +289,23 @@ def compile_admission(runner: DecodeRunner, row: Any, logits: Any, alternatives:
     ).compile()
 
 
-def _compile_row(runner: DecodeRunner, positions: int) -> None:
-    runner._programs.row.lower(runner._shapes, np.int32(0), runner._table, positions).compile()
+def row_task(runner: DecodeRunner, positions: int) -> Task:
+    """The program that copies the first positions of a slot."""
+    return Task(("row", positions), lambda: _compile_row(runner, positions))
+
+
+def put_task(runner: DecodeRunner, positions: int) -> Task:
+    """The program that copies a row of so many positions into a slot."""
+
+    def compile() -> None:
+        row = _compile_row(runner, positions)
+        runner._programs.put.lower(runner._shapes, row, np.int32(0), runner._table).compile()
+
+    return Task(("put", positions), compile)
+
+
+def _compile_row(runner: DecodeRunner, positions: int) -> Cache:
+    return compiled_outputs(runner._programs.row, runner._shapes, np.int32(0), runner._table, positions)
 
 
 def _idle(slots: int) -> tuple[Settings, list[int]]:

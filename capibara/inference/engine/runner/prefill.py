@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,11 @@ from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
 from capibara.inference.engine.programs.programs import Programs
 from capibara.inference.engine.requests.faults import contained, is_of_request, program_of
 from capibara.inference.engine.requests.request import Request
+from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
 from capibara.models.api import capacity
-
-Read = Callable[[Params, Request, dict[str, Any], int], jax.Array]
 
 
 class PrefillQueue:
@@ -33,7 +32,7 @@ class PrefillQueue:
       prefixes: the prefix cache; None: no cache.
       batches: makes the batches.
       needed: says which prompts can be read with compiled programs.
-      read: reads the parts of a long prompt into its slot, as `DecodeRunner.read`; None: they are read into a row.
+      runner: reads the parts of a long prompt into its slot; None: they are read into a row.
       whole: for a prefix LM, whose inputs attend in both directions: prompts cannot be split or share prefixes.
 
     Attributes:
@@ -49,11 +48,11 @@ class PrefillQueue:
         prefixes: PrefixCache | None,
         batches: PromptBatches,
         needed: PromptPrograms,
-        read: Read | None,
+        runner: DecodeRunner | None,
         whole: bool = False,
     ):
         self._programs, self._length, self._together = programs, length, together
-        self._read, self._batches, self._needed = read, batches, needed
+        self._runner, self._batches, self._needed = runner, batches, needed
         self._most = tokens
         self.prefixes, self.stalled = None if whole else prefixes, False
         self._waiting: list[Request] = []
@@ -109,10 +108,11 @@ class PrefillQueue:
             tokens = first.tokens[: known + self._most]
             left -= bucket(len(tokens) - known, self._length)
             with contained(first):
-                if row is None and self._read is not None:
-                    part = tokens[known:]
-                    batch = self._batches.batch([first], [part], self._batches.part_size(len(part)))
-                    logits = self._read(params, first, batch, known)
+                if self._runner is not None:
+                    if row is not None:
+                        self._runner.put(first, row)
+                    batch = self._batches.part(first, tokens[known:])
+                    logits, row = self._runner.read(params, first, batch, known), None
                 else:
                     logits, row = self.extend(params, first, tokens, row, known, len(first.tokens))
                 self._part = row, len(tokens)
@@ -146,8 +146,7 @@ class PrefillQueue:
         The row gets positions for `whole` tokens, or keeps more if it had them. `row` None: there was no row.
         """
         rest = tokens[known:]
-        size = bucket(len(rest), self._length)
-        batch = self._batches.batch([request], [rest], size)
+        batch = self._batches.batch([request], [rest], bucket(len(rest), self._length))
         if row is None:
             return self._programs.prefill(params, batch)
         positions = max(bucket(whole, self._length), capacity(row))

@@ -33,6 +33,10 @@ class PromptBatches:
         """The same for a part that is read into its slot; of fewer sizes, since most parts are full."""
         return min(max(SMALLEST_BUCKET, 1 << (tokens - 1).bit_length()), max(self._most, SMALLEST_BUCKET))
 
+    def part(self, request: Request, tokens: Sequence[int]) -> dict[str, Any]:
+        """A row of tokens that is read into its slot."""
+        return self.batch([request], [tokens], self.part_size(len(tokens)))
+
     def batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
         """A row of `size` tokens for each request."""
         beside = self._adapters.of([request.adapter for request in requests])

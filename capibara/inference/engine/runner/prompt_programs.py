@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs
 from capibara.inference.engine.programs.programs import Programs
 from capibara.inference.engine.requests.request import LIKELIEST, Request
-from capibara.inference.engine.runner.decode import DecodeRunner, compile_admission, compile_read, step_task
+from capibara.inference.engine.runner.decode import (
+    DecodeRunner,
+    compile_admission,
+    compile_read,
+    put_task,
+    step_task,
+)
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.models.api import capacity
 
@@ -52,7 +59,7 @@ class PromptPrograms:
         """
         if not self._compiler.started:
             return True
-        tasks = [step_task(self._runner, self._params, _likeliest(request)), self.alone(request, cached())]
+        tasks = [step_task(self._runner, self._params, _likeliest(request)), *self.of_prompt(request, cached())]
         return all([self._compiler.is_compiled(task) for task in tasks])
 
     def reads_together(self, requests: Sequence[Request]) -> bool:
@@ -70,12 +77,18 @@ class PromptPrograms:
 
         return Task(("together", len(requests), size, _encoder_shapes(requests[0])), compile)
 
-    def alone(self, request: Request, part: Part | None) -> Task:
+    def of_prompt(self, request: Request, part: Part | None) -> list[Task]:
         """The programs that read the rest of a prompt, part after part, and admit its row to a slot."""
         row, known = part or (None, 0)
         rest = [min(self._most, len(request.tokens) - at) for at in range(known, len(request.tokens), self._most)]
-        if row is None and self._in_slot and len(rest) > 1:
-            return self._in_parts(request, {self._batches.part_size(tokens) for tokens in rest})
+        if not self._in_slot or (row is None and len(rest) == 1):
+            return [self._alone(request, row, rest)]
+        put = [] if row is None else [put_task(self._runner, capacity(row))]
+        reads = [self._read(request, size) for size in sorted({*map(self._batches.part_size, rest)})]
+        return [*put, *reads, self._admission(request)]
+
+    def _alone(self, request: Request, row: Any, rest: Sequence[int]) -> Task:
+        """Reads parts of these sizes into a row: the first, or one with a cached prefix."""
         sizes, likeliest = tuple(map(self._batches.size, rest)), _likeliest(request)
         positions = self._batches.size(len(request.tokens))
 
@@ -93,16 +106,23 @@ class PromptPrograms:
         held = None if row is None else capacity(row)
         return Task(("alone", sizes, held, positions, likeliest, _encoder_shapes(request)), compile)
 
-    def _in_parts(self, request: Request, sizes: set[int]) -> Task:
+    def _read(self, request: Request, size: int) -> Task:
+        """Reads a part into its slot."""
+
+        def compile() -> jax.ShapeDtypeStruct:
+            return compile_read(self._runner, self._params.current, self._batches.part(request, [0] * size))
+
+        return Task(("read", size), compile)
+
+    def _admission(self, request: Request) -> Task:
+        """Admits a row that was read into its slot."""
         likeliest = _likeliest(request)
 
         def compile() -> None:
-            for size in sizes:
-                batch = self._batches.batch([request], [[0]], size)
-                logits = compile_read(self._runner, self._params.current, batch)
+            logits = compile_read(self._runner, self._params.current, self._batches.part(request, [0]))
             compile_admission(self._runner, None, logits, likeliest)
 
-        return Task(("in parts", *sorted(sizes), likeliest), compile)
+        return Task(("admission", likeliest), compile)
 
 
 def _likeliest(request: Request) -> int:

@@ -23,6 +23,7 @@ from capibara.inference.engine.requests.stream import Completion, Finish, Item, 
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.service.http_errors import Refusal, lost_process
+from capibara.inference.server.service.load import Load
 
 _SOON = {"Retry-After": "1"}
 _LEAST = {
@@ -301,12 +302,11 @@ class Service:
         return State.LOADING if self.served is None else State.READY
 
     @property
-    def load(self) -> tuple[int, int, int, int, int, int]:
-        """Numbers of queued texts, busy slots, slots, pages, busy pages, and texts preempted for lack of pages."""
+    def load(self) -> Load:
         if self.served is None:
-            return (0,) * 6
+            return Load()
         engine = self.served.engine
-        return (*engine.load, engine.slots, *engine.pages, engine.statistics.preempted)
+        return Load(*engine.load, engine.slots, *engine.pages, engine.statistics.preempted, engine.compiling)
 
     def ready(self, served: Served, config: ServerConfig) -> None:
         """Sets the loaded model; thread-safe."""

@@ -217,7 +217,7 @@ def test_a_server_tells_of_pages():
     streams = [one.submit("y" * 30, GREEDY) for _ in range(2)]
     one.step()
     page = metrics.page().decode()
-    assert "capibara_pages 10.0" in page and "capibara_pages_busy 8.0" in page
+    assert "capibara_pages 10.0" in page and "capibara_pages_busy 8.0" in page and "capibara_compiling 0.0" in page
     count = one.statistics.preempted
     assert count > 0 and f"capibara_preempted_texts_total {float(count)}" in page
     assert f"capibara_put_back_texts_total {float(count)}" in page  # the old name

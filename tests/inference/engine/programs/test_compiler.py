@@ -56,9 +56,9 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def warm_up(one):
+def warm_up(one, beside=True):
     """In a thread, as a server does: the settings of these tests are of the main thread, and programs depend on them."""
-    thread = threading.Thread(target=lambda: one.warm_up(beside=True))
+    thread = threading.Thread(target=lambda: one.warm_up(beside=beside))
     thread.start()
     thread.join()
 
@@ -92,7 +92,7 @@ def test_a_request_waits_for_its_programs_and_others_go_on(params, held, prompt,
         waiting = one.submit(prompt, GREEDY, **options)
         for _ in range(3):
             assert len(one.submit(SHORT, GREEDY).result().tokens) == 4
-        assert not threads and one.load == (0, 1)
+        assert not threads and one.load == (0, 1) and one.compiling > 1
         held.set()
         assert waiting.result().tokens == want
     assert threads == {"compiler"}
@@ -106,6 +106,7 @@ def test_a_step_of_few_rows_is_used_when_it_is_compiled(params, held):
         assert not one._core.runner._sizes
         held.set()
         wait_until(lambda: one._core.runner._sizes)
+        wait_until(lambda: not one.compiling)
         assert one.submit(SHORT, GREEDY).result().tokens == first
 
 
@@ -118,6 +119,23 @@ def test_a_row_with_a_cached_prefix_waits_for_its_program(params, threads):
         results = [one.submit(PREFIX + end, GREEDY).result() for end in ([1], [2])]
     assert [result.tokens for result in results] == want and results[1].cached_tokens == len(PREFIX)
     assert threads == {"compiler"}
+
+
+def test_nothing_is_compiled_after_a_whole_warm_up(params, threads):
+    """Whatever the lengths of prompts, and of what they share with earlier ones; a slot's pages hold what is shared."""
+    want = engine(params).submit([8] * 150 + [1], GREEDY).result().tokens
+    one = engine(params, page_size=32, prefix_cache_mib=16, slots=2)
+    prefixes = one._core.prefill.prefixes
+    warm_up(one, beside=False)
+    threads.clear()
+    with one.start():
+        for shared, more in ((20, 9), (70, 1), (150, 40), (150, 1)):
+            first = one.submit([8] * shared + [2], GREEDY).result()
+            wait_until(lambda: (prefixes.find([8] * shared + [1]) or [0, 0])[1] >= shared)
+            second = one.submit([8] * shared + [1] * more, GREEDY).result()
+            assert second.cached_tokens >= shared and len(first.tokens) == len(second.tokens) == 4
+        one.submit([5] * 200, GREEDY, likeliest=2).result()
+    assert second.tokens == want and not threads
 
 
 def test_nothing_is_compiled_before_the_first_request_without_warm_up(params, threads):

@@ -14,6 +14,7 @@ from capibara import sharding
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.runner import decode, step_rows
+from capibara.inference.sampling.grammar import Grammar
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Indexer, LatentAttention, Lora
@@ -38,11 +39,12 @@ CASES = {
     "guesses in pages": (DecoderConfig(**SIZES, num_layers=2), dict(draft_tokens=3, page_size=16), 64),
     "encoder": (EncoderDecoderConfig(**SIZES, num_layers=2), {}, 64),
 }
-DRAWN = Sampling(temperature=1.1, max_new_tokens=12)
+DRAWN = Sampling(temperature=1.1, max_new_tokens=12, seed=2)
 REQUESTS = [
     ("def f", dataclasses.replace(DRAWN, seed=3, max_new_tokens=24)),
     ("ab ab ab ab ab", Sampling(temperature=0.0, max_new_tokens=17)),
     ("x", dataclasses.replace(DRAWN, top_k=9, seed=4, max_new_tokens=3)),
+    ("q", dataclasses.replace(DRAWN, grammar=Grammar(regex=r"[a-f]{3}-\d{4}x"), seed=8)),
     ("a longer prompt, of many words", dataclasses.replace(DRAWN, repetition_penalty=1.5, seed=5)),
     ("import numpy", dataclasses.replace(DRAWN, logit_bias={97: 4.0, 98: 3.0}, presence_penalty=1.0, seed=6)),
     ("class A", dataclasses.replace(DRAWN, min_new_tokens=9, seed=7)),
@@ -56,10 +58,10 @@ def params(config):
     return jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
 
 
-def engine(case, **options):
+def engine(case, prefix_cache_mib=0, **options):
     config, batching, length = CASES[case]
     model = api.build(config)
-    batching = EngineConfig(**{"slots": SLOTS, "prefix_cache_mib": 0} | batching)
+    batching = EngineConfig(slots=SLOTS, prefix_cache_mib=prefix_cache_mib, **batching)
     encoder_length = 32 if case == "encoder" else None
     return Engine(model, params(model.config), VOCABULARY, length, batching, encoder_length, **options)
 
@@ -100,6 +102,22 @@ def test_texts_are_those_of_all_slots(case, two_sizes, monkeypatch):
             np.testing.assert_allclose(*each, rtol=1e-4, atol=1e-4)
     assert set(counts) >= {1, 4} and max(counts) <= SLOTS
     assert len({want.text for want in texts[1]}) == len(texts[1])
+
+
+@pytest.mark.parametrize("case", ["rows", "pages"])
+def test_rows_with_a_cached_prefix_are_those_of_all_slots(case, two_sizes):
+    """A later prompt takes the slot's keys and values that a step of few rows has written."""
+    prefix, texts = [65 + i % 23 for i in range(70)], []
+    for few in (True, False):
+        one = engine(case, prefix_cache_mib=16)
+        if few:
+            compile_few(one)
+        first = one.submit(prefix, DRAWN).result()
+        again = [one.submit([*prefix, *first.tokens, end], DRAWN) for end in (66, 67)]
+        completions = [stream.result() for stream in again]
+        assert all(completion.cached_tokens >= len(prefix) + DRAWN.max_new_tokens - 1 for completion in completions)
+        texts.append([completion.tokens for completion in (first, *completions)])
+    assert texts[0] == texts[1] and texts[0][1] != texts[0][2]
 
 
 def test_adapters_are_those_of_the_slots(two_sizes):
