@@ -321,8 +321,8 @@ def region(array: jax.Array, bounds: Bounds) -> np.ndarray | None:
         ends = [offset + size for offset, size in zip(offsets, shard.data.shape, strict=True)]
         inside = all(o <= start and stop <= end for o, end, (start, stop) in zip(offsets, ends, bounds, strict=True))
         if inside and (math.prod(shard.data.shape) or not shard.data.ndim):
-            own = tuple(slice(start - o, stop - o) for o, (start, stop) in zip(offsets, bounds, strict=True))
-            return np.asarray(shard.data)[own]
+            local = tuple(slice(start - o, stop - o) for o, (start, stop) in zip(offsets, bounds, strict=True))
+            return np.asarray(shard.data)[local]
     return None
 
 

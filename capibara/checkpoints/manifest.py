@@ -181,8 +181,8 @@ def faults(folder: epath.Path, manifest: Manifest, selected: Callable[[File], bo
 
 def strays(folder: epath.Path, manifest: Manifest) -> list[str]:
     """Files in a step's folder that do not belong to it, and are harmless (.DS_Store, .nfs...)."""
-    own = {file.path for file in manifest.files if file.step is None}
-    return [path for path in stores.of(folder).list(folder) if path not in own and path != NAME]
+    unstepped = {file.path for file in manifest.files if file.step is None}
+    return [path for path in stores.of(folder).list(folder) if path not in unstepped and path != NAME]
 
 
 def verify(folder: epath.Path, selected: Callable[[File], bool] = lambda file: True) -> Manifest:

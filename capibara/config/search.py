@@ -28,8 +28,8 @@ def search_folders(search_paths: Sequence[str | os.PathLike] = ()) -> list[pathl
     """The folders in which Gin files are searched, in order: the working directory, `search_paths`, capibara's gin/."""
     package = pathlib.Path(__file__).resolve().parent.parent
     # The wheel has gin/ inside the package: beside an installed package, gin/ is the gin library.
-    own = package / "gin_files" if (package / "gin_files").is_dir() else package.parent / "gin"
-    return [pathlib.Path(), *(pathlib.Path(path).expanduser() for path in search_paths), own]
+    folder = package / "gin_files" if (package / "gin_files").is_dir() else package.parent / "gin"
+    return [pathlib.Path(), *(pathlib.Path(path).expanduser() for path in search_paths), folder]
 
 
 def find_file(name: str | os.PathLike, folders: Sequence[pathlib.Path], where: str = "") -> pathlib.Path:
@@ -132,9 +132,9 @@ def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], kno
     Raises:
       UserError: an unused binding is on the command line; the message says what would use it.
     """
-    own, lines = f"{search_folders()[-1]}{os.sep}", []
+    prefix, lines = f"{search_folders()[-1]}{os.sep}", []
     for cls, name, where in unread:
-        if not cls.__module__.startswith("capibara.") or where.startswith(own):
+        if not cls.__module__.startswith("capibara.") or where.startswith(prefix):
             continue  # the user's own classes may be built later
         line = f"{name} is bound but nothing uses it{way_in(cls, built, known)}"
         if where.startswith("command line"):
@@ -145,8 +145,8 @@ def check_used(unread: Iterable[tuple[Any, str, str]], built: Sequence[Any], kno
 
 def place_of_user(places: Sequence[str]) -> str | None:
     """The first place of bindings that is not in capibara's own Gin files; "": there is none at all, None: all are there."""
-    own = search_folders()[-1].resolve()
-    is_own = lambda place: own in pathlib.Path(place).resolve().parents and not place.startswith("command line")  # noqa: E731
+    shipped = search_folders()[-1].resolve()
+    is_own = lambda place: shipped in pathlib.Path(place).resolve().parents and not place.startswith("command line")  # noqa: E731
     theirs = [place for place in places if not is_own(place)]
     return theirs[0] if theirs else None if places else ""
 

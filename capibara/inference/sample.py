@@ -109,8 +109,8 @@ def sampler(
         batching = of_one_slot(EngineConfig())
         layout = own_chips.found(model, ServingMesh(), Where.AUTO, batching, length, encoder_length, free)
         params = params if layout is None else OwnChips(model, layout, rules)(params)
-        own = model if layout is None else model.plain
-        generator = Generator(own, get_vocabulary(), length, texts.sampling, encoder_length)
+        sampled_model = model if layout is None else model.plain
+        generator = Generator(sampled_model, get_vocabulary(), length, texts.sampling, encoder_length)
         begin = "" if encoder_length is None else "\n"
         for prompt in texts.prompts:
             makes = layout is None or jax.process_index() == 0

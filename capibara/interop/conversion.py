@@ -148,8 +148,8 @@ def of_run(
         ids["decoder_start_token_id"] = start_id(vocabulary)  # the decoder's first token in training and generation
     # The special token ids are the tokenizer's, unless the run was trained with another tokenizer.
     ends = tokenizer_files.ids_of(began.get("eos_token_id"), hf_folder.CONFIG)
-    own = bool(began) and (not trained or vocabulary.eos_id in ends)
-    like = dict(began) if own else began | ids
+    adds_start = bool(began) and (not trained or vocabulary.eos_id in ends)
+    like = dict(began) if adds_start else began | ids
     if not began or "max_position_embeddings" in began:
         like |= {"max_position_embeddings": model.config.max_length or began.get("max_position_embeddings") or length}
     config = hf_config.to_hf(model.config, like)

@@ -18,7 +18,7 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], 
       tokenizer: tokenizer files in the folder.
       length: tokens of a row, if the model allows that many.
     """
-    own = type(config).__name__
+    class_name = type(config).__name__
     length = min(length, config.max_length or length)
     data = [f'Dataset.kind = "{config.data_kind}"', f"Dataset.length = {length}", "Dataset.source = @StdlibSource()"]
     if isinstance(config, EncoderDecoderConfig):
@@ -29,7 +29,7 @@ def run(config: TransformerConfig, folder: str, tokenizer: Mapping[str, bytes], 
             f"#   Trainer.init_from = {json.dumps(folder)}",
         ],
         written.bindings(config),
-        [f"Trainer.model_dir = {json.dumps(folder)}", "Trainer.steps = 1", f"Trainer.model = @{own}()"],
+        [f"Trainer.model_dir = {json.dumps(folder)}", "Trainer.steps = 1", f"Trainer.model = @{class_name}()"],
         ["Trainer.plan = @Plan()", "Plan.batch_size = 8", "Trainer.optimizer = @Optimizer()"],
         ["Trainer.dataset = @Dataset()", *data],
         _vocabulary(folder, tokenizer),

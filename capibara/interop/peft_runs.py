@@ -187,8 +187,8 @@ def loader(path: str, model: api.Model, merge: bool = False) -> open_model.Loade
 def _check_same(path: str, theirs: api.Lora, model: api.Model, values: Params) -> None:
     field = _incompatible_field(theirs, model, values)
     if field:
-        own, result = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
-        raise UserError(f"Lora.{field} is {own}, {path} was trained with {result!r}: set it to that")
+        configured, result = limits.shortened(getattr(model.config.lora, field)), getattr(theirs, field)
+        raise UserError(f"Lora.{field} is {configured}, {path} was trained with {result!r}: set it to that")
 
 
 def _incompatible_field(theirs: api.Lora, model: api.Model, values: Params) -> str:
@@ -199,9 +199,9 @@ def _incompatible_field(theirs: api.Lora, model: api.Model, values: Params) -> s
         return "dora"
     if ours.trainable_tokens != theirs.trainable_tokens:
         return "trainable_tokens"
-    named, own = set(tree.path_names(values)), set(tree.path_names(trained))
+    named, trained_names = set(tree.path_names(values)), set(tree.path_names(trained))
     for end, field in (("_lora/b", "targets"), ("_lora/a", "fused"), ("", "modules_to_save")):
-        if any(name.endswith(end) for name in named ^ own):
+        if any(name.endswith(end) for name in named ^ trained_names):
             return field
     for name, leaf in zip(tree.path_names(trained), jax.tree.leaves(trained), strict=True):
         weight = name.removesuffix("_lora/b")

@@ -73,8 +73,8 @@ def collect(
     """
     roots = _roots([pathlib.Path.cwd(), *map(_absolute, search_paths)])
     shipped = config.search_folders()[-1].resolve()
-    own = [_absolute(path) for path in read if not path.resolve().is_relative_to(shipped)]
-    paths = {_place(path, roots): path for path in [*own, *map(_absolute, modules)]}
+    local_files = [_absolute(path) for path in read if not path.resolve().is_relative_to(shipped)]
+    paths = {_place(path, roots): path for path in [*local_files, *map(_absolute, modules)]}
     names = []
     for name in gin_files:
         result = config.find_file(name, config.search_folders(search_paths))
@@ -110,8 +110,10 @@ def _roots(folders: Sequence[pathlib.Path]) -> dict[pathlib.Path, str]:
     result: dict[pathlib.Path, str] = {}
     for folder in folders:
         outer = next((root for root in result if folder.is_relative_to(root)), None)
-        own = f"{FOLDER}/{len(result)}"
-        result.setdefault(folder, own if outer is None else f"{result[outer]}/{folder.relative_to(outer).as_posix()}")
+        target = f"{FOLDER}/{len(result)}"
+        result.setdefault(
+            folder, target if outer is None else f"{result[outer]}/{folder.relative_to(outer).as_posix()}"
+        )
     return result
 
 

@@ -110,17 +110,19 @@ def _tell_own_tokenizer(name: str, path: str, loaded: LoadedModel) -> None:
     Tokens and templates are compared, not files: trainers save a tokenizer.json with their padding, and PEFT's folders have
     the template in another file than older models.
     """
-    vocabulary, own = loaded.tokenizer, files.carried(path)
+    vocabulary, copies = loaded.tokenizer, files.carried(path)
     base: dict[str, bytes] = {}
     if isinstance(vocabulary, TokenizerJsonVocabulary):
         base = files.beside(vocabulary.path)
     elif isinstance(vocabulary, SentencePieceVocabulary):
         base = files.carried(files.folder_of(vocabulary.path))
-    template, different = _template(own), ""
+    template, different = _template(copies), ""
     if template and template != _template(base):
         different = "chat template"
-    if any(file in own and own[file] != base.get(file) for file in (files.TOKENIZER_FILE, *files.SENTENCEPIECE_FILES)):
-        tokens = tokenizers.tokens_of(own, path)
+    if any(
+        file in copies and copies[file] != base.get(file) for file in (files.TOKENIZER_FILE, *files.SENTENCEPIECE_FILES)
+    ):
+        tokens = tokenizers.tokens_of(copies, path)
         different = "tokenizer" if tokens != tokenizers.tokens_of(base, "the model") else different
     if different:
         print(

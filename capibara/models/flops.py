@@ -103,8 +103,8 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
             return sum(map(both, config.windows)) * config.depth / config.num_layers, 0
         case "encoder_decoder":
             encodes = cast(_Encodes, config)
-            own = both(encodes.encoder_window, encoder_length) if encoder_length else 0
-            return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * own
+            encoder_keys = both(encodes.encoder_window, encoder_length) if encoder_length else 0
+            return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * encoder_keys
     usual = config.head_size + config.value_size
     of_layers = zip(config.windows, config.attended_sizes, strict=True)
     return sum(causal(window) * size / usual for window, size in of_layers), 0

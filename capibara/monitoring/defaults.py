@@ -52,20 +52,20 @@ class Monitoring:
         Raises:
           UserError: the trackers cannot be fed.
         """
-        own = [*(usual() if self.callbacks is None else self.callbacks), *self.more]
+        callbacks = [*(usual() if self.callbacks is None else self.callbacks), *self.more]
         report = Report()
-        if system.every_s and any(isinstance(item, MetricsFile) for item in own):
-            own = [SystemSampler(system, report), *own]  # first: its last sample is to reach the others
+        if system.every_s and any(isinstance(item, MetricsFile) for item in callbacks):
+            callbacks = [SystemSampler(system, report), *callbacks]  # first: its last sample is to reach the others
         if self.trackers:
-            own.append(self._process(tracking, own, report))
+            callbacks.append(self._process(tracking, callbacks, report))
         if dashboard is not None:
-            own.append(DashboardProcess(dashboard, report))
-        report.callbacks = Callbacks([ConfigFile(), *own, Seal()])
+            callbacks.append(DashboardProcess(dashboard, report))
+        report.callbacks = Callbacks([ConfigFile(), *callbacks, Seal()])
         return report.callbacks
 
-    def _process(self, how: Tracking, own: Sequence[Callback], report: Callback) -> TrackingProcess:
+    def _process(self, how: Tracking, callbacks: Sequence[Callback], report: Callback) -> TrackingProcess:
         """The process that feeds the trackers."""
-        if not any(isinstance(item, MetricsFile) for item in own):
+        if not any(isinstance(item, MetricsFile) for item in callbacks):
             raise UserError(
                 "Monitoring.trackers are fed from the metrics file: add @MetricsFile() to Monitoring.callbacks"
             )

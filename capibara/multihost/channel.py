@@ -241,10 +241,10 @@ def slow_aborts() -> None:
     process 0 closes too. Its missed_heartbeat_callback does not help: jaxlib cannot pass the argument to Python, and
     aborts as well. JAX's own message is still printed beside our line.
     """
-    own = ctypes.CDLL(None)
-    own.signal.argtypes, own.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     # No Python may run in a signal handler. `sleep` may: it reads the signal's number, 6, as seconds.
-    own.signal(signal.SIGABRT, ctypes.cast(own.sleep, ctypes.c_void_p))
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def _say(line: str) -> None:
@@ -266,8 +266,8 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
     heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]] = queue.SimpleQueue()
     end_s = time.monotonic() + _OPEN_S
     with _listening(family, dual, count) as listening:
-        own = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
-        peers.put(_KEY, json.dumps(own))
+        contact = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
+        peers.put(_KEY, json.dumps(contact))
         # A thread reads each connection: a stranger that connects and sends nothing must not block the others.
         threading.Thread(target=_accept, args=(listening, word, heard), daemon=True).start()
         while len(lines) < count - 1:

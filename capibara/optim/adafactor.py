@@ -164,10 +164,13 @@ class FactoredState:
         names, structure = jax.tree.flatten(axes, is_leaf=tree.is_axes)
 
         def without(dropped: Callable[[Parts], Dims]) -> PyTree:
-            each = (_left(own, dropped(p)) if p.rows else (None,) for own, p in zip(names, self.parts, strict=True))
+            each = (
+                _left(name_axes, dropped(p)) if p.rows else (None,)
+                for name_axes, p in zip(names, self.parts, strict=True)
+            )
             return jax.tree.unflatten(structure, list(each))
 
-        whole = [(None,) if p.rows else own for own, p in zip(names, self.parts, strict=True)]
+        whole = [(None,) if p.rows else name_axes for name_axes, p in zip(names, self.parts, strict=True)]
         scalar: PyTree = ()
         v = jax.tree.unflatten(structure, whole)
         return FactoredState(scalar, without(lambda p: p.columns), without(lambda p: p.rows), v, self.parts)
@@ -227,17 +230,17 @@ class Rule:
         """Scales updates down to a root mean square of `clipping_threshold`, weight by weight."""
         limit = self.config.clipping_threshold
         return self._stateless(
-            lambda u, _p, own, _n: u if limit is None else u / jnp.maximum(1.0, _rms(u, own) / limit)
+            lambda u, _p, dims, _n: u if limit is None else u / jnp.maximum(1.0, _rms(u, dims) / limit)
         )
 
     def scale_by_parameter_rms(self) -> optax.GradientTransformation:
         """Multiplies updates by their parameter's root mean square, clipped to [`epsilon2`, `max_parameter_scale`]."""
         least, most = self.config.epsilon2, self.config.max_parameter_scale
 
-        def scaled(update: jax.Array, param: jax.Array, own: Dims, name: str) -> jax.Array:
+        def scaled(update: jax.Array, param: jax.Array, dims: Dims, name: str) -> jax.Array:
             if not _first_match(self.config.parameter_scale_map, name, self.parameter_scale):
                 return update
-            scale = jnp.maximum(_rms(param, own), least)
+            scale = jnp.maximum(_rms(param, dims), least)
             return update * (scale if most is None else jnp.minimum(scale, most))
 
         return self._stateless(scaled)
@@ -257,7 +260,7 @@ class Rule:
         return optax.stateless(update)
 
     def _parts(self, name: str, shape: tuple[int, ...], axes: Axes) -> Parts:
-        own = matrices.own_dims(axes)
+        matrix_axes = matrices.own_dims(axes)
         roles = _first_match(self.config.factor_map, name, None)
         if roles is not None:
             if len(roles) != len(shape):
@@ -269,15 +272,17 @@ class Rule:
         if self.config.factoring is Factoring.DIMENSIONS:
             largest = [int(i) for i in np.argsort(shape)]
             factored = len(shape) >= 2 and shape[largest[-2]] >= self.min_size
-            return Parts((largest[-2],), (largest[-1],), own) if factored else Parts((), (), own)
+            return Parts((largest[-2],), (largest[-1],), matrix_axes) if factored else Parts((), (), matrix_axes)
         if (sides := matrices.sides(axes)) is None:
-            return Parts((), (), own)
-        stacked = len(own) < len(shape) and self.config.factoring is Factoring.STACKED
+            return Parts((), (), matrix_axes)
+        stacked = len(matrix_axes) < len(shape) and self.config.factoring is Factoring.STACKED
         small = min(math.prod(shape[i] for i in side) for side in sides) < self.min_size
         if small and not stacked or stacked and "position" in axes:  # T5X does not factor relative positions
-            return Parts((), (), own)
+            return Parts((), (), matrix_axes)
         inputs, outputs = sides
-        return Parts(outputs, inputs, own) if axes[outputs[-1]] == "embed" else Parts(inputs, outputs, own)
+        return (
+            Parts(outputs, inputs, matrix_axes) if axes[outputs[-1]] == "embed" else Parts(inputs, outputs, matrix_axes)
+        )
 
 
 def decay(rate: Callable[[jax.Array], jax.Array | float], mask: PyTree | None) -> optax.GradientTransformation:
@@ -331,9 +336,9 @@ def _scaled(
     return update, (v_row, v_col, nothing)
 
 
-def _rms(x: jax.Array, own: Dims) -> jax.Array:
-    """Root mean square of each of the weights stacked in `x`; the dimensions `own` become 1."""
-    return jnp.sqrt(jnp.mean(jnp.square(x), axis=own, keepdims=True))
+def _rms(x: jax.Array, dims: Dims) -> jax.Array:
+    """Root mean square of each of the weights stacked in `x`; the dimensions `dims` become 1."""
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=dims, keepdims=True))
 
 
 def _left(values: tuple[_T, ...], dropped: Dims) -> tuple[_T, ...]:

@@ -58,10 +58,10 @@ class OptimizerConfig(abc.ABC):
         Raises:
           UserError: it is no transformation, or the class has no schedule.
         """
-        own = type(self).__name__
+        class_name = type(self).__name__
         if not isinstance(getattr(self, "schedule", None), ScheduleConfig):
-            raise UserError(f"{own} has no schedule: add a field, schedule: ScheduleConfig")
-        return returned(self.build(total_steps, axes), optax.GradientTransformation, f"{own}.build")
+            raise UserError(f"{class_name} has no schedule: add a field, schedule: ScheduleConfig")
+        return returned(self.build(total_steps, axes), optax.GradientTransformation, f"{class_name}.build")
 
     def with_state_dtype(self, dtype: StateDtype) -> OptimizerConfig:
         """The same optimizer with moments stored in another dtype; the planner compares their memory.
@@ -99,11 +99,13 @@ class StandardOptimizer(OptimizerConfig):
     state_dtype: StateDtype = StateDtype.FLOAT32
 
     def __post_init__(self) -> None:
-        own = type(self).__name__
+        class_name = type(self).__name__
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise UserError(f"{own}.clip_norm is {self.clip_norm}, must be finite and above 0: None is no limit")
+            raise UserError(f"{class_name}.clip_norm is {self.clip_norm}, must be finite and above 0: None is no limit")
         if not 0 <= self.weight_decay < math.inf:
-            raise UserError(f"{own}.weight_decay is {self.weight_decay}, must be finite and not negative: 0 is none")
+            raise UserError(
+                f"{class_name}.weight_decay is {self.weight_decay}, must be finite and not negative: 0 is none"
+            )
 
     @abc.abstractmethod
     def rule(self, axes: PyTree) -> optax.GradientTransformation:

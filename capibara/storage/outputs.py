@@ -31,7 +31,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
         for path in inputs
     }
     with contextlib.ExitStack() as stack:
-        own = functools.cache(
+        scratch_in = functools.cache(
             lambda above: stack.enter_context(tempfile.TemporaryDirectory(prefix=".capibara-", dir=above))
         )
         for path in paths:
@@ -45,7 +45,7 @@ def check_writable(*paths: str, inputs: Iterable[str | os.PathLike[str]] = ()) -
                 file = pathlib.Path(real)
                 above = next(item for item in (file, *file.parents) if item.exists())
                 # Missing folders are created under this process's own names.
-                like = file if above == file else pathlib.Path(own(above), *file.relative_to(above).parts)
+                like = file if above == file else pathlib.Path(scratch_in(above), *file.relative_to(above).parts)
                 like.parent.mkdir(parents=True, exist_ok=True)
                 open(like, "a", encoding="utf-8").close()
 
@@ -171,9 +171,9 @@ def _host() -> str:
 def _remove_left(path: str) -> None:
     """Removes what killed writers of a path left."""
     above, name = os.path.split(path)
-    own = re.compile(re.escape(f"{name}.{_host()}") + r"[0-9a-f]{8}\.partial")
+    pattern = re.compile(re.escape(f"{name}.{_host()}") + r"[0-9a-f]{8}\.partial")
     with contextlib.suppress(OSError):  # it is said where the file is written
-        for left in filter(own.fullmatch, os.listdir(above or os.curdir)):
+        for left in filter(pattern.fullmatch, os.listdir(above or os.curdir)):
             # A living writer's is locked; another may remove it just now.
             with contextlib.suppress(OSError), open(os.path.join(above, left), "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

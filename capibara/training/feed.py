@@ -98,8 +98,8 @@ class BatchFeed:
     def provider_state(self) -> dict[str, Any] | None:
         """The provider's state for a checkpoint; None: there is no provider."""
         state = None if self.provider is None else self.provider.state()
-        if (own := user_modules.own_class(self.provider)) is not None:
-            as_json(state, f"{own}.state")
+        if (user_class := user_modules.own_class(self.provider)) is not None:
+            as_json(state, f"{user_class}.state")
         return state
 
     def metrics(self) -> dict[str, float]:

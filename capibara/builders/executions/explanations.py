@@ -149,10 +149,10 @@ def locate(execution: Execution) -> Location | None:
     lines = execution.code.split("\n")
     result: Location | None = None
     for number, text in _named_lines(failure.traceback):
-        if not 1 <= number <= len(lines) or not (own := lines[number - 1].strip()):
+        if not 1 <= number <= len(lines) or not (line := lines[number - 1].strip()):
             continue
-        if text is None or text.strip() == own:
-            result = Location(number, own)
+        if text is None or text.strip() == line:
+            result = Location(number, line)
     return result
 
 

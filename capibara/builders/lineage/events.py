@@ -202,12 +202,12 @@ def _run_facets(config: Mapping[str, Any], upstream: Sequence[Upstream]) -> dict
 
     parameters, dependencies = facet_v2.execution_parameters_run, facet_v2.job_dependencies_run
     code = fingerprints.code_version()
-    own = {"package": code.package, "commit": code.commit, "isChanged": code.is_changed}
+    origin = {"package": code.package, "commit": code.commit, "isChanged": code.is_changed}
     facets: dict[str, Any] = {
         "processing_engine": facet_v2.processing_engine_run.ProcessingEngineRunFacet(
             code.package, "capibara", extras.version("openlineage-python")
         ),
-        "capibara_code": facet_v2.RunFacet().with_additional_properties(**own),
+        "capibara_code": facet_v2.RunFacet().with_additional_properties(**origin),
         "capibara_folder": facet_v2.RunFacet().with_additional_properties(workingDirectory=os.getcwd()),
         "executionParameters": parameters.ExecutionParametersRunFacet(
             [parameters.ExecutionParameter(key, value=value) for key, value in _flat("", config)]

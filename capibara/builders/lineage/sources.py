@@ -88,8 +88,10 @@ class Sources:
         inside: set[str] = set()
         for item in sets:
             if "kind" in item and item["path"] != folder:
-                own = {(file.name, file.sha256) for file in manifests.read_manifest(item["path"]).files}
-                inside |= {path for path in paths if (os.path.relpath(path, item["path"]), paths[path].sha256) in own}
+                hashes = {(file.name, file.sha256) for file in manifests.read_manifest(item["path"]).files}
+                inside |= {
+                    path for path in paths if (os.path.relpath(path, item["path"]), paths[path].sha256) in hashes
+                }
                 yield self.expected(item["path"], item["fingerprint"])
         for path, recorded in paths.items():
             if path not in inside:

@@ -69,14 +69,14 @@ def leaders(contents: Sequence[str], settings: BulletMerging) -> np.ndarray:
     candidates = np.flatnonzero(is_shared.any(axis=0)).tolist()
     for start in range(0, len(candidates), _AT_ONCE):
         batch = candidates[start : start + _AT_ONCE]
-        for i, own in zip(batch, _sets([texts[i] for i in batch])):
+        for i, features in zip(batch, _sets([texts[i] for i in batch])):
             buckets = [by_key[key] for key in keys[is_shared[:, i], i].tolist()]
-            scores = {leader: _jaccard(own, sets[leader]) for bucket in buckets for leader in bucket}
+            scores = {leader: _jaccard(features, sets[leader]) for bucket in buckets for leader in bucket}
             leader = min(scores, key=lambda item: (-scores[item], item), default=i)
             if scores.get(leader, 0.0) >= settings.similarity:
                 result[i] = leader
             else:
-                sets[i] = own
+                sets[i] = features
                 for bucket in buckets:
                     bucket.append(i)
     return result
@@ -96,8 +96,8 @@ def _keys(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     keys = np.concatenate(parts or [np.zeros((_KEYS.bands, 0), np.uint64)], axis=1)
     keys = shingles.mixed(keys ^ shingles.mixed(guards + np.uint64(1)))
     is_shared = np.zeros(keys.shape, bool)
-    for band, own in enumerate(keys):
-        _, inverse, counts = np.unique(own, return_inverse=True, return_counts=True)
+    for band, band_keys in enumerate(keys):
+        _, inverse, counts = np.unique(band_keys, return_inverse=True, return_counts=True)
         is_shared[band] = counts[inverse] > 1
     return keys, is_shared
 

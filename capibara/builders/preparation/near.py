@@ -95,8 +95,8 @@ def _signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
     result, offsets = shingles.hashes(texts, settings.words)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
-        own = [xxhash.xxh3_64_intdigest(texts[i].encode("utf-8", "surrogatepass")) for i in empty.tolist()]
-        result = np.insert(result, offsets[empty], np.array(own, np.uint64))
+        hashes = [xxhash.xxh3_64_intdigest(texts[i].encode("utf-8", "surrogatepass")) for i in empty.tolist()]
+        result = np.insert(result, offsets[empty], np.array(hashes, np.uint64))
         offsets = offsets + np.concatenate([[0], np.cumsum(np.diff(offsets) == 0)])
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(
         result, offsets.astype(np.uint64), settings.permutations, settings.seed

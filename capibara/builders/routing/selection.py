@@ -64,11 +64,11 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
       domains: their names.
     """
     rows = scratch.rows()
-    own = _groups(len(rows), scratch.repeated("origins"))
-    own_split = splits.of(_smallest(rows["source"], own))
-    pieces = _of_two_sources(scratch.repeated("pieces"), own)
-    similar = [] if splits.near is None else _of_two_sources(scratch.similar(splits.near), own)
-    group = _groups(len(rows), [(np.arange(len(rows), dtype=np.uint32), own), *pieces, *similar])
+    groups = _groups(len(rows), scratch.repeated("origins"))
+    own_split = splits.of(_smallest(rows["source"], groups))
+    pieces = _of_two_sources(scratch.repeated("pieces"), groups)
+    similar = [] if splits.near is None else _of_two_sources(scratch.similar(splits.near), groups)
+    group = _groups(len(rows), [(np.arange(len(rows), dtype=np.uint32), groups), *pieces, *similar])
     split = splits.of(_smallest(rows["source"], group))
     texts = [*scratch.repeated("texts", columns=2)]
     again, first = _joined(texts)
@@ -76,8 +76,8 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
     retained = rows["state"] == State.KEPT
     before = np.zeros((len(NAMES), len(domains)), np.int64)
     np.add.at(before, (split[retained], rows["domain"][retained]), 1)
-    used = np.unique(own[retained], return_index=True)[1]
-    elsewhere = int((own[again] != own[first]).sum())
+    used = np.unique(groups[retained], return_index=True)[1]
+    elsewhere = int((groups[again] != groups[first]).sum())
     return Selection(
         rows=rows,
         split=split,

@@ -59,12 +59,12 @@ def from_args(args: argparse.Namespace) -> Method:
     if args.method not in METHODS:
         raise UserError(f"--method={args.method} is unknown{did_you_mean(args.method, METHODS, 'methods')}")
     result = METHODS[args.method]
-    own = {field.name for field in dataclasses.fields(result)}
+    field_names = {field.name for field in dataclasses.fields(result)}
     settings: dict[str, object] = {}
     for flag, read in _FLAGS.items():
         if (text := getattr(args, flag)) is None:
             continue
-        if flag not in own:
+        if flag not in field_names:
             having = ", ".join(name for name, cls in METHODS.items() if flag in _fields(cls))
             raise UserError(f"--{flag}={text} is not a setting of {args.method}, but of {having}: leave it out")
         try:

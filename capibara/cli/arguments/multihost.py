@@ -33,11 +33,11 @@ def of(args: argparse.Namespace) -> Joining:
 
 def command_facts(args: argparse.Namespace) -> dict[str, str]:
     """The command line as facts that must be the same in all processes of a verb."""
-    own = ("coordinator_address", "num_processes", "process_id", "join_timeout")
+    flags = ("coordinator_address", "num_processes", "process_id", "join_timeout")
     folders = search_folders(args.gin_search_paths)
     files = {name: find_file(name, folders).read_text(encoding="utf-8", errors="replace") for name in args.gin_file}
     return {
-        "command": "\n".join(f"--{name}={value}" for name, value in vars(args).items() if name not in own),
+        "command": "\n".join(f"--{name}={value}" for name, value in vars(args).items() if name not in flags),
         **{f"Gin file {name}": text for name, text in files.items()},
     }
 

@@ -45,25 +45,25 @@ class Dependent(NamedTuple):
 
 def _named(*names: str) -> Callable[[Trainer, Any], bool]:
     """Whether Optimizer.name is one of these."""
-    return lambda run, own: own.name in map(OptimizerName, names)
+    return lambda run, component: component.name in map(OptimizerName, names)
 
 
 def _factors(*names: str) -> Callable[[Trainer, Any], bool]:
     """Whether FactorSchedule.factors has one of these."""
-    return lambda run, own: any(name.strip() in names for name in own.factors.split("*"))
+    return lambda run, component: any(name.strip() in names for name in component.factors.split("*"))
 
 
-def _is_off_policy(run: Trainer, own: Any) -> bool:
+def _is_off_policy(run: Trainer, component: Any) -> bool:
     """Whether steps train answers that an earlier policy wrote."""
     return isinstance(run.loss, RewardedLoss) and run.loss.steps_of_rollout > 1
 
 
-def _bounds_importance(run: Trainer, own: Any) -> bool:
-    return own.importance_cap is not None or own.importance_floor is not None
+def _bounds_importance(run: Trainer, component: Any) -> bool:
+    return component.importance_cap is not None or component.importance_floor is not None
 
 
-def _saves_milestones(run: Trainer, own: Any) -> bool:
-    return all(_is_saved(run, step) for step in own.milestones)
+def _saves_milestones(run: Trainer, component: Any) -> bool:
+    return all(_is_saved(run, step) for step in component.milestones)
 
 
 def _is_saved(run: Trainer, step: int) -> bool:
@@ -71,18 +71,18 @@ def _is_saved(run: Trainer, step: int) -> bool:
     return step == run.steps or (every > 0 and step % every == 0)
 
 
-def _saves_what_it_evaluates(run: Trainer, own: Any) -> bool:
-    saves, evaluates = own.every, run.evaluation.every
+def _saves_what_it_evaluates(run: Trainer, component: Any) -> bool:
+    saves, evaluates = component.every, run.evaluation.every
     return bool(saves and evaluates) and math.lcm(saves, evaluates) <= max(run.steps, saves, evaluates)
 
 
-def _holds_out(run: Trainer, own: Any) -> bool:
-    return not own.validation_files
+def _holds_out(run: Trainer, component: Any) -> bool:
+    return not component.validation_files
 
 
 def _scaled(*names: str) -> Callable[[Trainer, Any], bool]:
     """Whether Rope.scaling is one of these."""
-    return lambda run, own: own.scaling in names
+    return lambda run, component: component.scaling in names
 
 
 _OF_FILES = (
@@ -100,10 +100,10 @@ DEPENDENT = (
         ("Evaluation.max_batches", "Evaluation.batch_size", "Evaluation.patience", "Evaluation.unigram_batches")
         + ("Evaluation.task_metrics", "Checkpointing.keep_best", "SampleText.prompts"),
         "Evaluation.every above 0",
-        lambda run, own: run.evaluation.every > 0,
+        lambda run, component: run.evaluation.every > 0,
     ),
-    Dependent(("SampleText.sampling",), "SampleText.prompts", lambda run, own: bool(own.prompts)),
-    Dependent(("Checkpointing.keep_every",), "Checkpointing.every above 0", lambda run, own: own.every > 0),
+    Dependent(("SampleText.sampling",), "SampleText.prompts", lambda run, component: bool(component.prompts)),
+    Dependent(("Checkpointing.keep_every",), "Checkpointing.every above 0", lambda run, component: component.every > 0),
     Dependent(
         ("Checkpointing.keep_best",),
         "Checkpointing.every and Evaluation.every with a common multiple within Trainer.steps",
@@ -114,26 +114,30 @@ DEPENDENT = (
         "Checkpointing.every above 0, of which each is a multiple, or is Trainer.steps",
         _saves_milestones,
     ),
-    Dependent(("Trainer.init_with",), "Trainer.init_from", lambda run, own: own.init_from is not None),
+    Dependent(("Trainer.init_with",), "Trainer.init_from", lambda run, component: component.init_from is not None),
     Dependent(
-        ("Trainer.loss_scaling",), "dtype = 'float16' of the model", lambda run, own: run.model.dtype == "float16"
+        ("Trainer.loss_scaling",), "dtype = 'float16' of the model", lambda run, component: run.model.dtype == "float16"
     ),
-    Dependent(("Profile.start",), "Trainer.steps of at least as many", lambda run, own: own.start <= run.steps),
-    Dependent(("Watch.at_least_s",), "Watch.factor", lambda run, own: own.factor is not None),
+    Dependent(
+        ("Profile.start",), "Trainer.steps of at least as many", lambda run, component: component.start <= run.steps
+    ),
+    Dependent(("Watch.at_least_s",), "Watch.factor", lambda run, component: component.factor is not None),
     Dependent(
         ("Anomalies.window", "Anomalies.sigmas"),
         "Anomalies.on_spike = 'skip' or 'roll_back'",
-        lambda run, own: own.on_spike is not OnSpike.OFF,
+        lambda run, component: component.on_spike is not OnSpike.OFF,
     ),
     Dependent(
         ("Anomalies.roll_back_steps", "Anomalies.skip_batches", "Anomalies.most_roll_backs"),
         "Anomalies.on_spike = 'roll_back'",
-        lambda run, own: own.on_spike is OnSpike.ROLL_BACK,
+        lambda run, component: component.on_spike is OnSpike.ROLL_BACK,
     ),
     Dependent(
         ("Anomalies.most_in_a_row",),
         "Anomalies.skip_nonfinite, or Anomalies.on_spike = 'skip'",
-        lambda run, own: own.skip_nonfinite or own.on_spike is OnSpike.SKIP or run.float16_scaling is not None,
+        lambda run, component: (
+            component.skip_nonfinite or component.on_spike is OnSpike.SKIP or run.float16_scaling is not None
+        ),
     ),
     Dependent(
         ("Optimizer.b1", "Optimizer.b2"), "Optimizer.name = 'adamw', 'lion' or 'muon'", _named("adamw", "lion", "muon")
@@ -152,14 +156,16 @@ DEPENDENT = (
     Dependent(
         ("Schedule.decay_steps", "Schedule.final_fraction"),
         "Schedule.kind = 'cosine', 'linear' or 'wsd'",
-        lambda run, own: own.kind not in (ScheduleKind.CONSTANT, ScheduleKind.RSQRT),
+        lambda run, component: component.kind not in (ScheduleKind.CONSTANT, ScheduleKind.RSQRT),
     ),
     Dependent(
         ("Schedule.decay_fraction",),
         "Schedule.kind = 'wsd', and Schedule.decay_steps = None",
-        lambda run, own: own.kind is ScheduleKind.WSD and own.decay_steps is None,
+        lambda run, component: component.kind is ScheduleKind.WSD and component.decay_steps is None,
     ),
-    Dependent(("Schedule.warmup_fraction",), "Schedule.warmup_steps = 0", lambda run, own: not own.warmup_steps),
+    Dependent(
+        ("Schedule.warmup_fraction",), "Schedule.warmup_steps = 0", lambda run, component: not component.warmup_steps
+    ),
     Dependent(
         ("FactorSchedule.base_learning_rate",),
         "the factor constant or linear_decay",
@@ -178,63 +184,69 @@ DEPENDENT = (
     Dependent(("FactorSchedule.steps_per_decay",), "the factor decay_every", _factors("decay_every")),
     Dependent(("FactorSchedule.steps_per_cycle",), "the factor cosine_decay", _factors("cosine_decay")),
     Dependent(
-        ("Dataset.task_module", "Dataset.use_cached"), "Dataset.mixture_or_task_name", lambda run, own: own.is_seqio
+        ("Dataset.task_module", "Dataset.use_cached"),
+        "Dataset.mixture_or_task_name",
+        lambda run, component: component.is_seqio,
     ),
-    Dependent(("Dataset.cache_dirs", "Dataset.cached_order"), "Dataset.use_cached", lambda run, own: own.use_cached),
-    Dependent(("Dataset.workers",), "Dataset.source", lambda run, own: not own.is_seqio),
+    Dependent(
+        ("Dataset.cache_dirs", "Dataset.cached_order"),
+        "Dataset.use_cached",
+        lambda run, component: component.use_cached,
+    ),
+    Dependent(("Dataset.workers",), "Dataset.source", lambda run, component: not component.is_seqio),
     Dependent(
         ("Dataset.append_eos",),
         "Dataset.source, or Dataset.kind = 'encoder_decoder'",
-        lambda run, own: not own.is_seqio or own.kind is Kind.ENCODER_DECODER,
+        lambda run, component: not component.is_seqio or component.kind is Kind.ENCODER_DECODER,
     ),
     Dependent(
         ("Dataset.append_eos",),
         "a Dataset.source of texts: a chat template has the end in its text",
-        lambda run, own: own.source is None or not own.source.has_conversations,
+        lambda run, component: component.source is None or not component.source.has_conversations,
     ),
     Dependent(
         ("Dataset.seed",),
         "Dataset.shuffle, or Dataset.kind = 'encoder_decoder' or 'masked'",
-        lambda run, own: own.shuffle or own.kind in (Kind.ENCODER_DECODER, Kind.MASKED),
+        lambda run, component: component.shuffle or component.kind in (Kind.ENCODER_DECODER, Kind.MASKED),
     ),
     Dependent(
         ("Dataset.span_corruption",),
         "Dataset.kind = 'encoder_decoder'",
-        lambda run, own: own.kind is Kind.ENCODER_DECODER,
+        lambda run, component: component.kind is Kind.ENCODER_DECODER,
     ),
-    Dependent(("Dataset.masking",), "Dataset.kind = 'masked'", lambda run, own: own.kind is Kind.MASKED),
+    Dependent(("Dataset.masking",), "Dataset.kind = 'masked'", lambda run, component: component.kind is Kind.MASKED),
     Dependent(
         ("Dataset.too_long",),
         "a Dataset.source of conversations, such as @ChatJsonlSource()",
-        lambda run, own: own.source is not None and own.source.has_conversations,
+        lambda run, component: component.source is not None and component.source.has_conversations,
     ),
     Dependent(
         ("Dataset.pairs_per_row",),
         "a Dataset.source of preferences, paired or not, and Dataset.packing = 'best_fit'",
-        lambda run, own: own.has_answers and own.packing is not Packing.NONE,
+        lambda run, component: component.has_answers and component.packing is not Packing.NONE,
     ),
     Dependent(tuple(f"{name}.validation_fraction" for name in _OF_FILES), "validation_files = ()", _holds_out),
     Dependent(
         ("HuggingFaceSource.validation_fraction",),
         "HuggingFaceSource.validation_split = None",
-        lambda run, own: own.validation_split is None,
+        lambda run, component: component.validation_split is None,
     ),
     Dependent(
         ("Plan.pipeline_microbatches", "Plan.pipeline_repeats"),
         "Plan.stage above 1",
-        lambda run, own: own.axes["stage"] != 1,
+        lambda run, component: component.axes["stage"] != 1,
     ),
     Dependent(
         ("Plan.remat_names",),
         "Plan.remat = 'save' or 'offload'",
-        lambda run, own: own.remat in (Remat.SAVE, Remat.OFFLOAD),
+        lambda run, component: component.remat in (Remat.SAVE, Remat.OFFLOAD),
     ),
     Dependent(
         ("Sampling.top_k", "Sampling.top_p", "Sampling.min_p", "Sampling.seed"),
         "Sampling.temperature above 0, and Sampling.beams = None",
-        lambda run, own: own.temperature > 0 and own.beams is None,
+        lambda run, component: component.temperature > 0 and component.beams is None,
     ),
-    Dependent(("Rope.factor",), "Rope.scaling, such as 'yarn'", lambda run, own: own.scaling != "none"),
+    Dependent(("Rope.factor",), "Rope.scaling, such as 'yarn'", lambda run, component: component.scaling != "none"),
     Dependent(
         ("Rope.original_length",),
         "Rope.scaling = 'llama3', 'yarn', 'dynamic' or 'longrope'",
@@ -248,27 +260,29 @@ DEPENDENT = (
     Dependent(
         ("Rope.local_theta",),
         "'local' in DecoderConfig.layer_pattern",
-        lambda run, own: "local" in getattr(run.model, "layer_pattern", ()),
+        lambda run, component: "local" in getattr(run.model, "layer_pattern", ()),
     ),
     Dependent(
-        ("Dpo.alpha",), "Dpo.divergence = 'alpha_divergence'", lambda run, own: own.divergence == "alpha_divergence"
+        ("Dpo.alpha",),
+        "Dpo.divergence = 'alpha_divergence'",
+        lambda run, component: component.divergence == "alpha_divergence",
     ),
-    Dependent(("Dpo.discopop_tau",), "Dpo.kind = 'discopop'", lambda run, own: own.kind == "discopop"),
-    Dependent(("Cpo.gamma",), "Cpo.kind = 'simpo'", lambda run, own: own.kind == "simpo"),
+    Dependent(("Dpo.discopop_tau",), "Dpo.kind = 'discopop'", lambda run, component: component.kind == "discopop"),
+    Dependent(("Cpo.gamma",), "Cpo.kind = 'simpo'", lambda run, component: component.kind == "simpo"),
     Dependent(
         _SURROGATE_OPTIONS,
         "updates or mini_batches of @Grpo() or @Ppo() above 1",
         _is_off_policy,
     ),
     Dependent(("Grpo.importance_mode",), "Grpo.importance_cap or Grpo.importance_floor", _bounds_importance),
-    Dependent(("Grpo.kl_in", "Grpo.unbiased_kl"), "Grpo.kl above 0", lambda run, own: own.kl > 0),
-    Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, own: own.kl_target is not None),
-    Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
-    Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, own: own.where != "all"),
+    Dependent(("Grpo.kl_in", "Grpo.unbiased_kl"), "Grpo.kl above 0", lambda run, component: component.kl > 0),
+    Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, component: component.kl_target is not None),
+    Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'component'", lambda run, component: component.where != "all"),
+    Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'component'", lambda run, component: component.where != "all"),
     Dependent(
         ("Distillation.where", "Distillation.mesh"),
         "Distillation.on_policy above 0 or Distillation.teacher_draws",
-        lambda run, own: own.draws,
+        lambda run, component: component.draws,
     ),
 )
 
@@ -284,9 +298,9 @@ def check(trainer: Trainer, *others: Dataclass) -> None:
     for row in DEPENDENT:
         for option in row.options:
             name, _, field = option.partition(".")
-            for own in (part for part in objects if type(part).__name__ == name):
-                value = getattr(own, field)
-                if value == _default(own, field) or row.counts(trainer, own):
+            for component in (part for part in objects if type(part).__name__ == name):
+                value = getattr(component, field)
+                if value == _default(component, field) or row.counts(trainer, component):
                     continue
                 if (place := _given_at(option, value)) is None:
                     continue
@@ -317,8 +331,8 @@ def _objects(value: object) -> Iterator[Any]:
             yield from _objects(getattr(value, field.name, None))
 
 
-def _default(own: Dataclass, name: str) -> object:
-    (field,) = (field for field in dataclasses.fields(own) if field.name == name)
+def _default(component: Dataclass, name: str) -> object:
+    (field,) = (field for field in dataclasses.fields(component) if field.name == name)
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 

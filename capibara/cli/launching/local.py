@@ -29,7 +29,7 @@ _MOST_PROCESSES = 1024
 
 def main(argv: Sequence[str]) -> int:
     """Parses the command line and runs the verb; returns the exit code."""
-    own, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = Parser(
         "capibara launch local", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="print the commands; start nothing")
     parser.add_argument("run", nargs="*", metavar="RUN.gin", help="Gin files of a run that is to be trained")
-    args, more = parser.parse_known_args(list(own))
+    args, more = parser.parse_known_args(list(options))
     files = _files(more)
     args.run, more = [*args.run, *files], [item for item in more if item not in files]
     if verb and (args.run or more):

@@ -28,7 +28,7 @@ _REST_S = 10.0  # after maintenance was announced, before the run starts again
 
 def main(argv: Sequence[str]) -> int:
     """Unpacks the bundle, reads the secrets, runs the verb and reports on it; returns the exit code."""
-    own, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options, verb = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser("capibara launch staged", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("where", choices=("staged",), metavar="staged")
     parser.add_argument("--url", required=True, help="the folder of the bundle")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--grace", type=float, default=300.0, metavar="S", help="seconds to save after SIGTERM")
     parser.add_argument("--secret", action="append", default=[], metavar="VARIABLE=NAME", help="of Secret Manager")
     parser.add_argument("--maintenance", action="store_true", help="take maintenance that is announced as SIGTERM")
-    args = parser.parse_args(list(own))
+    args = parser.parse_args(list(options))
     check_verb(verb)
     from capibara.jobs.reports import Reporter
 

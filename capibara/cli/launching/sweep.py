@@ -188,8 +188,8 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
     # The statements of a trial are part of it, since what is varied may have no other value.
     whole = argparse.Namespace(**{**vars(args), "gin_bindings": [*args.gin_bindings, *first.statements]})
     backend, spec, sources = job_of(whole, kind)
-    own = {f"--gin_bindings={statement}" for statement in first.statements}
-    spec = dataclasses.replace(spec, arguments=tuple(argument for argument in spec.arguments if argument not in own))
+    common = {f"--gin_bindings={statement}" for statement in first.statements}
+    spec = dataclasses.replace(spec, arguments=tuple(argument for argument in spec.arguments if argument not in common))
     digest = _digest(path for name, path in sources.paths.items() if not name.endswith(".whl"))
     sweep = dataclasses.replace(sweep, run=(kind.name, spec.slice_.name, *spec.arguments), files=digest)
     if not args.dry_run:
@@ -267,8 +267,8 @@ def _check_runs(study: Study, args: argparse.Namespace) -> list[pathlib.Path]:
         try:
             bindings = [*args.gin_bindings, *trial.statements]
             read = config.parse([*args.run, *args.gin_file], bindings, args.gin_search_paths)
-            own = [path for path in read if not path.resolve().is_relative_to(shipped)]
-            paths = [*own, *map(pathlib.Path, user_modules.files_of(config.imported_modules()))]
+            local_files = [path for path in read if not path.resolve().is_relative_to(shipped)]
+            paths = [*local_files, *map(pathlib.Path, user_modules.files_of(config.imported_modules()))]
             trainer = _trainer()
         except UserError as error:
             mistakes.append(error)
@@ -291,8 +291,8 @@ def _trainer() -> Trainer:
     from capibara.training.trainer import Trainer
 
     trainer = config.build(Trainer)
-    own = [SampleText, Monitoring, SystemMetrics, Tracking]
-    parts = [*own, *((SeqioEvaluation, EngineConfig) if trainer.evaluation.task_metrics else ())]
+    classes = [SampleText, Monitoring, SystemMetrics, Tracking]
+    parts = [*classes, *((SeqioEvaluation, EngineConfig) if trainer.evaluation.task_metrics else ())]
     for part in parts:
         config.build(part)
     config.check_used(trainer.later)

@@ -121,8 +121,8 @@ class Exchanged:
         return leaf.shape[0]
 
     def has_bad(self, leaf: jax.Array) -> jax.Array:
-        own = jnp.any(~jnp.isfinite(leaf)).astype(jnp.int32)
-        return jnp.zeros(self.nodes, jnp.int32).at[jax.lax.axis_index(self.axis)].set(own)
+        is_bad = jnp.any(~jnp.isfinite(leaf)).astype(jnp.int32)
+        return jnp.zeros(self.nodes, jnp.int32).at[jax.lax.axis_index(self.axis)].set(is_bad)
 
     def read(self, leaf: jax.Array, block: Block) -> jax.Array:
         rows_NC = self._rows(leaf, block)

@@ -175,7 +175,7 @@ def weighted_sum(tensors: Iterable[Array], weights: Iterable[float]) -> Array:
     """The sum of tensors times their weights, which holds one of them at a time."""
     total: Array | None = None
     for tensor, weight in zip(tensors, weights, strict=True):
-        own = np.float32(weight) * tensor
-        total = own if total is None else np.add(total, own, out=np.asarray(total))
+        weighted = np.float32(weight) * tensor
+        total = weighted if total is None else np.add(total, weighted, out=np.asarray(total))
     assert total is not None, "check sees to it"
     return np.asarray(total)

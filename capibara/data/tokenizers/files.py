@@ -40,9 +40,9 @@ PATHS = "paths.json"  # file in a run folder: {path in the Gin configuration: pa
 def located(tokenizer: str) -> str:
     """The path of a tokenizer's folder or file, from that or from a run folder; one in a bucket is copied first."""
     tokenizer = local(tokenizer)
-    own = os.path.join(tokenizer, OWN)
-    is_run = os.path.isdir(own) and not any(map(os.path.isfile, _main_files(tokenizer)))
-    return own if is_run else tokenizer
+    copies = os.path.join(tokenizer, OWN)
+    is_run = os.path.isdir(copies) and not any(map(os.path.isfile, _main_files(tokenizer)))
+    return copies if is_run else tokenizer
 
 
 @functools.cache
@@ -123,12 +123,12 @@ def over(base: Mapping[str, bytes], folder: str) -> dict[str, bytes]:
       base: the base's files by name.
       folder: of the adapter.
     """
-    own = carried(folder)
-    if any(name in own for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES)):
+    copies = carried(folder)
+    if any(name in copies for name in (TOKENIZER_FILE, *SENTENCEPIECE_FILES)):
         base = {name: base[name] for name in (GENERATION_FILE,) if name in base}
     elif "chat_template" in (read_json(os.path.join(folder, CONFIG_FILE)) or {}):
         base = {name: content for name, content in base.items() if name != TEMPLATE_FILE}  # it would come first
-    return {**base, **own}
+    return {**base, **copies}
 
 
 def template_paths(folder: str) -> dict[str, str]:

@@ -190,9 +190,9 @@ class Vocabulary(abc.ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of every text, as int32 arrays."""
         encoded = [self.encode(text) for text in texts]
-        if (own := user_modules.own_class(self)) is not None:
+        if (user_class := user_modules.own_class(self)) is not None:
             for ids in encoded:
-                _check_ids(ids, self.size, own)
+                _check_ids(ids, self.size, user_class)
         return [np.asarray(ids, np.int32) for ids in encoded]
 
     def encode_rendered(self, text: str) -> tuple[np.ndarray, np.ndarray]:

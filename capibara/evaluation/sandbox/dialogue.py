@@ -473,7 +473,9 @@ def _looked_up(side: Side, names: list[str], failed: Callable[[str], NoReturn]) 
 
 def _module(name: str, described: list[wire.Json]) -> types.ModuleType | None:
     """This process's own module if the name is a module that the program has imported under its usual name."""
-    own = _ALIASES.get(name, name)
-    if described[1:3] != ["module", own] or (own not in sys.stdlib_module_names and own not in _ALIASES.values()):
+    canonical = _ALIASES.get(name, name)
+    if described[1:3] != ["module", canonical] or (
+        canonical not in sys.stdlib_module_names and canonical not in _ALIASES.values()
+    ):
         return None
-    return __import__(own)
+    return __import__(canonical)

@@ -177,14 +177,14 @@ def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) ->
     os.umask(0o022)
     _limit(libc, options, folder, uid)
     libc.prctl(_DUMPABLE, 1, 0, 0, 0)  # otherwise it does not own its /proc/self
-    own = os.getpid()
+    pid = os.getpid()
 
     def run(text: str) -> dict[str, object]:
         with open("program.py", "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(text, "program.py", "exec", dont_inherit=True), module.__dict__)
-        if os.getpid() != own:  # a process that the program forked must not continue
+        if os.getpid() != pid:  # a process that the program forked must not continue
             os._exit(0)
         return module.__dict__
 
@@ -218,10 +218,10 @@ def _start_tests(libc: _Libc, options: Options, channel: socket.socket, say: int
 
 def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, folder: str, uid: int | None) -> None:
     """Runs in the tests' process and writes the verdict; does not return."""
-    own = os.getpid()
+    pid = os.getpid()
 
     def tell(**verdict: object) -> None:
-        if os.getpid() == own:
+        if os.getpid() == pid:
             os.write(say, json.dumps(verdict).encode() + b"\n")
         os._exit(0)
 

@@ -157,7 +157,7 @@ def beam_requests_of(
 ) -> BeamRequests:
     """Builds an BeamRequests from lists with one entry per prompt."""
     longest = max(map(len, ends))
-    rows = [[*own, *[-1] * (longest - len(own))] for own in ends]
+    rows = [[*row_ends, *[-1] * (longest - len(row_ends))] for row_ends in ends]
     ints, floats = functools.partial(np.asarray, dtype=np.int32), functools.partial(np.asarray, dtype=np.float32)
     return BeamRequests(ints(limits), ints(before), ints(rows), floats(alpha), floats(min_log_prob))
 

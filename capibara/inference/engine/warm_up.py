@@ -48,7 +48,7 @@ def warm_up(
         requests = [request_of([1] * size, _GREEDY, lambda: False, **options) for _ in range(rows)]
         tasks = core.prompts.of_prompt(requests[0], None) if rows == 1 else [core.prompts.together(requests)]
         (first if rows == 1 and size <= PART_TOKENS and not likeliest else rest).extend(tasks)
-    rest = [*few, *rest, *_of_prefixes(core, length), step(LIKELIEST)]
+    rest = [*few, *_of_prefixes(core, length), *rest, step(LIKELIEST)]
     if not beside or core.on_mesh:
         first, rest = [*first, *rest], []
     for done, task in enumerate(first):

@@ -99,7 +99,7 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int, adapters: Se
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f'{where} must be a JSON object with a string "prompt": {line[:80]}') from None
     fields = {field.name for field in dataclasses.fields(Sampling)}
-    own = {name: values.pop(name) for name in fields & values.keys()}
+    options = {name: values.pop(name) for name in fields & values.keys()}
     adapter = values.pop("adapter", next(iter(adapters), None))
     if adapter is not None and adapter not in adapters:
         known = ", ".join(adapters) or "none: no adapter is loaded, pass --adapter=NAME=PATH"
@@ -108,8 +108,8 @@ def _of_json(where: str, line: str, sampling: Sampling, index: int, adapters: Se
     if close is not None:
         raise UserError(f"{where} has {close!r}, which is no field of Sampling{did_you_mean(close, fields)}")
     try:
-        sampling = of_values(own, sampling)
-        return Prompt(text, sampling if "seed" in own else _of_line(sampling, index), values, where, adapter)
+        sampling = of_values(options, sampling)
+        return Prompt(text, sampling if "seed" in options else _of_line(sampling, index), values, where, adapter)
     except (UserError, TypeError) as error:
         raise UserError(f"{where}: {error}") from None
 

@@ -22,16 +22,18 @@ class ServingMetrics:
 
     def __init__(self, load: Callable[[], Load]):
         self._registry = CollectorRegistry()
-        own: dict[str, Any] = {"namespace": "capibara", "registry": self._registry}
-        self._requests = Counter("requests", "Requests, by path and HTTP status.", ["path", "status"], **own)
-        self._texts = Counter("texts", "Texts, by finish reason.", ["finish"], **own)
-        self._prompt = Counter("prompt_tokens", "Prompt tokens.", **own)
-        self._cached = Counter("cached_tokens", "Prompt tokens found in the prefix cache.", **own)
-        self._generated = Counter("generated_tokens", "Generated tokens.", **own)
+        common: dict[str, Any] = {"namespace": "capibara", "registry": self._registry}
+        self._requests = Counter("requests", "Requests, by path and HTTP status.", ["path", "status"], **common)
+        self._texts = Counter("texts", "Texts, by finish reason.", ["finish"], **common)
+        self._prompt = Counter("prompt_tokens", "Prompt tokens.", **common)
+        self._cached = Counter("cached_tokens", "Prompt tokens found in the prefix cache.", **common)
+        self._generated = Counter("generated_tokens", "Generated tokens.", **common)
         self._first = Histogram(
-            "time_to_first_token_seconds", "Time from request to first token.", buckets=_FIRST_S, **own
+            "time_to_first_token_seconds", "Time from request to first token.", buckets=_FIRST_S, **common
         )
-        self._each = Histogram("time_per_token_seconds", "Mean time between tokens of a text.", buckets=_TOKEN_S, **own)
+        self._each = Histogram(
+            "time_per_token_seconds", "Mean time between tokens of a text.", buckets=_TOKEN_S, **common
+        )
         gauges = (
             ("queue_depth", "Texts that wait for a slot."),
             ("slots_busy", "Slots in use."),
@@ -41,7 +43,7 @@ class ServingMetrics:
             ("compiling", "Programs that are still to be compiled; requests are slower meanwhile."),
         )
         for name, about in gauges:
-            Gauge(name, about, **own).set_function(functools.partial(_of_load, load, name))
+            Gauge(name, about, **common).set_function(functools.partial(_of_load, load, name))
         self._registry.register(_Preempted(load))
 
     def request(self, path: str, status: int) -> None:

@@ -223,9 +223,11 @@ def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tup
 
 def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:
     """Raises where the metadata say something that the family's config.json cannot, or that is not known here."""
-    own = {FIELDS[name] for name in family.fields} | _KNOWN | gguf_rope.KEYS | {*_OF_FAMILY.get(family.model_type, ())}
+    supported = (
+        {FIELDS[name] for name in family.fields} | _KNOWN | gguf_rope.KEYS | {*_OF_FAMILY.get(family.model_type, ())}
+    )
     for key, value in values.items():
-        if key in own or value in _same(key, values, family, config):
+        if key in supported or value in _same(key, values, family, config):
             continue
         if key == "attention.sliding_window_pattern" and family.model_type in _PERIODS:
             _check_pattern(arch, value, config, family)

@@ -157,8 +157,8 @@ def text_part(values: Values) -> dict[str, Any]:
     """
     text = wrappers.text_part(values)
     model_type, names = values.get("model_type"), values.get("architectures") or []
-    own = (name for name in FAMILIES if name != tables.T5X_DECODER_TYPE)
-    known = ", ".join([*own, *(f"{name} (its text)" for name in wrappers.WRAPPERS)])
+    model_types = (name for name in FAMILIES if name != tables.T5X_DECODER_TYPE)
+    known = ", ".join([*model_types, *(f"{name} (its text)" for name in wrappers.WRAPPERS)])
     if text.get("model_type") not in FAMILIES:
         raise UserError(f"config.json has model_type {model_type!r}, must be one of {known}")
     classes = wrappers.architectures(values)
@@ -344,7 +344,7 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     """The family's values closest to the configuration; `_inexpressible_fields` checks whether they equal it."""
     values = {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
     values |= {key: allowed[0] for key, allowed in family.only.items()}
-    values |= {family.keys[name]: getattr(config, own) for name, own in _SIZES if name in family.keys}
+    values |= {family.keys[name]: getattr(config, field) for name, field in _SIZES if name in family.keys}
     if "head_dim" in family.read_keys and config.head_size * config.num_heads != config.embed_dim:
         values["head_dim"] = config.head_size
     values |= families.write_head(config) | families.write_activation(config, family)

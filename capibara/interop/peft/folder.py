@@ -643,8 +643,8 @@ def _taken(row: Tensor, part: str, stored: Values, shapes: Mapping[str, Shape], 
             value = peft_modules.padded(value, part, module.rank)
         if value.shape != shape:
             raise UserError(f"{name} has the shape {list(value.shape)}, must be {list(shape)} in this model")
-        for path, own in row.split(value, shapes).items():
-            values[path][at] = own
+        for path, piece in row.split(value, shapes).items():
+            values[path][at] = piece
     return values
 
 

@@ -161,9 +161,9 @@ def _widen(
     for path in row.ours:
         b = _zeros(path, rank, row, shapes)
         if path in held:
-            own = parts[path]["b"]
-            end = start + own.shape[count]
-            b[(slice(None),) * count + (slice(start, end),)] = own * (lora.of_layers(path, (0,))[1][0] / scale)
+            bias = parts[path]["b"]
+            end = start + bias.shape[count]
+            b[(slice(None),) * count + (slice(start, end),)] = bias * (lora.of_layers(path, (0,))[1][0] / scale)
             start = end
         parts[path] |= {"a": a, "b": b}
 

@@ -56,12 +56,12 @@ def write(target: str, of: Sum, base: str | None = None) -> str:
     factors = {}
     for name in names:
         having = [(item, weight) for item, weight in zip(read, of.weights) if name in item.modules]
-        own = [(*item.modules[name][:2], weight * item.modules[name][2]) for item, weight in having]
+        pairs = [(*item.modules[name][:2], weight * item.modules[name][2]) for item, weight in having]
         _check(name, [item for item, _ in having], of.combination)
-        factors[name] = _linear(own) if of.combination is Combination.LINEAR else _side_by_side(own)
+        factors[name] = _linear(pairs) if of.combination is Combination.LINEAR else _side_by_side(pairs)
     ranks = {name: len(a) for name, (a, _) in factors.items()}
     rank = max(ranks.values())
-    others = {name: own for name, own in ranks.items() if own != rank}
+    others = {name: other for name, other in ranks.items() if other != rank}
     config = {
         **{"peft_type": "LORA", "task_type": read[0].config.get("task_type")},
         **{"base_model_name_or_path": base},
@@ -159,11 +159,11 @@ def _check(name: str, having: Sequence[_Read], combination: Combination) -> None
             )
 
 
-def _side_by_side(own: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([a * scale for a, _, scale in own]), np.concatenate([b for _, b, _ in own], axis=1)
+def _side_by_side(pairs: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([a * scale for a, _, scale in pairs]), np.concatenate([b for _, b, _ in pairs], axis=1)
 
 
-def _linear(own: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
+def _linear(pairs: Sequence[tuple[np.ndarray, np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
     nothing = np.zeros((), np.float32)
-    a = sum((np.float32(math.copysign(math.sqrt(abs(scale)), scale)) * a for a, _, scale in own), nothing)
-    return a, sum((np.float32(math.sqrt(abs(scale))) * b for _, b, scale in own), nothing)
+    a = sum((np.float32(math.copysign(math.sqrt(abs(scale)), scale)) * a for a, _, scale in pairs), nothing)
+    return a, sum((np.float32(math.sqrt(abs(scale))) * b for _, b, scale in pairs), nothing)

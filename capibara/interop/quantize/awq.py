@@ -62,29 +62,29 @@ def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) 
       scales_I: of the inputs; those of "attention/out" are equal for heads that share a value head.
     """
     part, _, last = name.partition("/")
-    own = dict(layer[part])
+    weights = dict(layer[part])
     if name in (projections.QUERY.path, projections.UP.path):
         for reader in projections.readers(name):
-            if reader in own:
-                own[reader] = own[reader] * scales_I.reshape(-1, *[1] * (own[reader].ndim - 1))
+            if reader in weights:
+                weights[reader] = weights[reader] * scales_I.reshape(-1, *[1] * (weights[reader].ndim - 1))
         offset = 1.0 if str(config.norm_scale) == "offset" else 0.0
         norm = dict(layer[f"{part}_norm"])
         norm["scale"] = (norm["scale"] + offset) / scales_I - offset
         if "bias" in norm:
             norm["bias"] = norm["bias"] / scales_I
-        return layer | {part: own, f"{part}_norm": norm}
+        return layer | {part: weights, f"{part}_norm": norm}
     if last == "out":
-        shape = own["out"].shape[:2]  # heads, and their dimensions
+        shape = weights["out"].shape[:2]  # heads, and their dimensions
         by_head = scales_I.reshape(shape)
         maker, divisor = "value", by_head[:: shape[0] // config.kv_heads]
-        own["out"] = own["out"] * by_head[..., None]
+        weights["out"] = weights["out"] * by_head[..., None]
     else:
         maker, divisor = "up", scales_I
-        own["down"] = own["down"] * scales_I[:, None]
-    own[maker] = own[maker] / divisor
-    if f"{maker}_bias" in own:
-        own[f"{maker}_bias"] = own[f"{maker}_bias"] / divisor
-    return layer | {part: own}
+        weights["down"] = weights["down"] * scales_I[:, None]
+    weights[maker] = weights[maker] / divisor
+    if f"{maker}_bias" in weights:
+        weights[f"{maker}_bias"] = weights[f"{maker}_bias"] / divisor
+    return layer | {part: weights}
 
 
 def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
@@ -105,5 +105,5 @@ def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
 
 def _has_pre_norm(config: DecoderConfig) -> bool:
     """Whether each branch has a norm of its inputs, with a scale, that no other branch reads."""
-    own = str(config.norm_placement) in ("pre", "sandwich") and str(config.residual) != "shared"
-    return own and str(config.norm_scale) != "none"
+    is_separate = str(config.norm_placement) in ("pre", "sandwich") and str(config.residual) != "shared"
+    return is_separate and str(config.norm_scale) != "none"

@@ -95,10 +95,10 @@ class Arrays:
     def read(self, spec: dict[str, Any], axis: int = 0, layer: int | None = None) -> np.ndarray:
         """An array, or its slice at index `layer` of an axis."""
         about = self.about(spec)
-        own = about.nbytes if layer is None else about.nbytes // max(1, about.shape[axis])
-        need = 3 * own + 4 * about.chunk_bytes + min(about.nbytes, 256 << 20)
+        layer_bytes = about.nbytes if layer is None else about.nbytes // max(1, about.shape[axis])
+        need = 3 * layer_bytes + 4 * about.chunk_bytes + min(about.nbytes, 256 << 20)
         request = {"read": self._absolute(spec), "index": None if layer is None else [axis, layer], "need": need}
-        reply, data = self._asked(request, own)
+        reply, data = self._asked(request, layer_bytes)
         return np.frombuffer(data, np.dtype(reply["dtype"])).reshape(reply["shape"])
 
     def _absolute(self, spec: dict[str, Any]) -> dict[str, Any]:

@@ -78,8 +78,8 @@ def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
       each_positions: whether each layer has its own relative positions.
     """
     names, created = _names(gated), {}
-    own = tables.UMT5 if each_positions else tables.T5
-    for row in (tables.UMT5_GATED if each_positions else tables.T5_GATED) if gated else own:
+    table = tables.UMT5 if each_positions else tables.T5
+    for row in (tables.UMT5_GATED if each_positions else tables.T5_GATED) if gated else table:
         name, dims = names[row.ours[0]]
         created[name] = Row(dataclasses.replace(row, name=name, dims=dims), row)
     return created
@@ -88,8 +88,8 @@ def rows(gated: bool, each_positions: bool = False) -> dict[str, Row]:
 @functools.cache
 def decoder_rows(gated: bool) -> dict[str, Row]:
     """Like `rows`, for a decoder-only network: the names of both sides are T5X's."""
-    own = tables.T5X_DECODER if gated else tables.T5X_DECODER_PLAIN
-    return {row.name: Row(row, row) for row in own}
+    table = tables.T5X_DECODER if gated else tables.T5X_DECODER_PLAIN
+    return {row.name: Row(row, row) for row in table}
 
 
 def rows_of(config: Mapping[str, Any]) -> dict[str, Row]:

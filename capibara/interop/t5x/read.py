@@ -218,13 +218,13 @@ class T5xModel:
         own_names: list[str] = []
         for side in ("encoder", "decoder"):
             each = re.compile(rf"{side}/(?:layers_\d+|layers|{side})/(?:relpos_bias|relative_posemb)/rel_embedding")
-            own = [name for name in self._leaves if each.fullmatch(name)]
-            tables = [self._value(name) for name in own]
+            names = [name for name in self._leaves if each.fullmatch(name)]
+            tables = [self._value(name) for name in names]
             if len(tables) == 1 and tables[0].ndim == 3:
                 tables = list(np.moveaxis(tables[0], self._layer_axis, 0))
             if any(not np.array_equal(table, tables[0]) for table in tables):
                 return True
-            own_names += own
+            own_names += names
             if tables:
                 shared[f"{side}/relpos_bias/rel_embedding"] = tables[0]
         for name in own_names:

@@ -147,14 +147,14 @@ def command(spec: JobSpec, *more: str, python: str = "python") -> list[str]:
         f"--secret={secret.variable}={secret.name}" for secret in spec.secrets if secret.source is Source.SECRET_MANAGER
     ]
     digest = hashlib.sha256(bundle.sums(spec.bundle.files)).hexdigest()
-    own = [f"--url={spec.bundle.url}", f"--sha256={digest}", f"--restarts={spec.restarts}", f"--grace={spec.grace_s}"]
-    own.append(f"--reports={spec.reports}")
+    flags = [f"--url={spec.bundle.url}", f"--sha256={digest}", f"--restarts={spec.restarts}", f"--grace={spec.grace_s}"]
+    flags.append(f"--reports={spec.reports}")
     return [
         python,
         "-m",
         "capibara.launch",
         "staged",
-        *own,
+        *flags,
         *more,
         *secrets,
         "--",

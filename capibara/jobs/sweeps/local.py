@@ -79,8 +79,8 @@ class LocalLauncher:
         self._check()
         self._logs.mkdir(parents=True, exist_ok=True)
         # As a file, so that it starts at once and takes no module of the working directory for one of Python's.
-        own = [sys.executable, "-I", "-S", os.path.abspath(logged.__file__), str(self.log(trial))]
-        self._running[trial.number] = Worker(trial.number, [*own, *self.command(trial)], {})
+        command = [sys.executable, "-I", "-S", os.path.abspath(logged.__file__), str(self.log(trial))]
+        self._running[trial.number] = Worker(trial.number, [*command, *self.command(trial)], {})
         self._guard.watch([worker.pid for worker in self._running.values()], self._grace_s)
 
     def state(self, trial: Trial) -> Status:

@@ -113,7 +113,10 @@ def _parallel(axes: Axes, sweep: Sweep, trials: Sequence[Trial], first: Trial | 
     places = [[scale.place(trial.bindings[item.name]) for trial in trials] for scale, item in scales]
     for index, trial in enumerate(trials):
         assert trial.value is not None
-        heights = [scale.share(own[index], min(own), max(own)) for (scale, _), own in zip(scales, places)]
+        heights = [
+            scale.share(trial_values[index], min(trial_values), max(trial_values))
+            for (scale, _), trial_values in zip(scales, places)
+        ]
         heights.append(_Scale().share(trial.value, low, high))
         badness = heights[-1] if sweep.goal is Goal.MINIMIZE else 1 - heights[-1]
         style = ":" if trial.state is State.STOPPED else "-"
@@ -121,11 +124,13 @@ def _parallel(axes: Axes, sweep: Sweep, trials: Sequence[Trial], first: Trial | 
             axes.plot(heights, style, color=_BEST, linewidth=2.6, zorder=4, clip_on=False)
         else:
             axes.plot(heights, style, color=_DONE, linewidth=1.2, alpha=0.15 + 0.65 * (1 - badness), clip_on=False)
-    for index, ((scale, _), own) in enumerate(zip(scales, places)):
+    for index, ((scale, _), trial_values) in enumerate(zip(scales, places)):
         axes.axvline(index, color=_FAINT, linewidth=0.8)
-        for place in sorted({min(own), max(own), *(own if len({*own}) <= _MOST_LABELS else ())}):
+        for place in sorted(
+            {min(trial_values), max(trial_values), *(trial_values if len({*trial_values}) <= _MOST_LABELS else ())}
+        ):
             text = _short(scale.labels[int(place)]) if scale.labels else f"{place:.4g}"
-            _label(axes, index, scale.share(place, min(own), max(own)), text)
+            _label(axes, index, scale.share(place, min(trial_values), max(trial_values)), text)
     axes.axvline(ends, color=_INK, linewidth=1.2)
     for value in sorted({low, high}):
         _label(axes, ends, _Scale().share(value, low, high), f"{value:.5g}")

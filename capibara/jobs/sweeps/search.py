@@ -53,8 +53,8 @@ def _combination(space: Space, index: int) -> Choice:
     for parameter in reversed(space):
         size = parameter.size
         assert size is not None
-        index, own = divmod(index, size)
-        result[parameter.name] = parameter.value(own)
+        index, digit = divmod(index, size)
+        result[parameter.name] = parameter.value(digit)
     return {parameter.name: result[parameter.name] for parameter in space}
 
 

@@ -287,8 +287,8 @@ def _drawn(key: jax.Array, shape: tuple[int, ...], ranks: Sequence[int], bound: 
     a = jax.random.uniform(key, (*shape, max(ranks)), jnp.float32, -bound, bound)
     if len(set(ranks)) == 1:
         return a
-    own = jnp.arange(max(ranks)) < jnp.asarray(ranks)[:, None]
-    return jnp.where(own.reshape(len(ranks), *(1,) * (len(shape) - 1), max(ranks)), a, 0.0)
+    used = jnp.arange(max(ranks)) < jnp.asarray(ranks)[:, None]
+    return jnp.where(used.reshape(len(ranks), *(1,) * (len(shape) - 1), max(ranks)), a, 0.0)
 
 
 def _check_layers(name: str, lora: Lora, ranks: Sequence[int], axes: tuple[str | None, ...]) -> None:

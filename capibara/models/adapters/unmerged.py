@@ -151,11 +151,11 @@ def stack_factors(
 def axes_of(model: PlainModel, found: tuple[Params, ...]) -> tuple[Params, ...]:
     """The logical axes of the result of `stack_factors`."""
 
-    def of_weight(part: str, last: str, own: Params) -> dict[str, tuple[str | None, ...]]:
+    def of_weight(part: str, last: str, factors: Params) -> dict[str, tuple[str | None, ...]]:
         axes = model.axes["layers"][part][last][1:]
-        inputs = own["a"].ndim - 2
+        inputs = factors["a"].ndim - 2
         every = {"a": (*axes[:inputs], None, None), "b": (None, None, *axes[inputs:]), "gain": (None, *axes[inputs:])}
-        return {name: every[name] for name in own}
+        return {name: every[name] for name in factors}
 
     return tuple(
         {part: {last: of_weight(part, last, own) for last, own in of_part.items()} for part, of_part in layer.items()}
@@ -188,9 +188,9 @@ class _RowAdapters:
         y = y + (self._of_all(x, a, b) if of_all else self._gathered(x, a, b))
         if "gain" not in self._factors:
             return y
-        own = jnp.take(self._factors["gain"], jnp.maximum(self._of_row - 1, 0), axis=0)
-        base = self._of_row.reshape(-1, *(1,) * (own.ndim - 1)) == 0
-        return y * jnp.where(base, 1.0, own)[:, None].astype(y.dtype)
+        gain = jnp.take(self._factors["gain"], jnp.maximum(self._of_row - 1, 0), axis=0)
+        base = self._of_row.reshape(-1, *(1,) * (gain.ndim - 1)) == 0
+        return y * jnp.where(base, 1.0, gain)[:, None].astype(y.dtype)
 
     def _of_all(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Multiplies every row by all adapters and masks out all but its own."""

@@ -328,9 +328,9 @@ class Encoder(nnx.Module):
             block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
             kind, bare = entry
-            own = shared._replace(bare=bare)
-            own = own if drop is None else own._replace(drop=drop.at(Site.LAYERS).at(number))
-            return block(x, rows, own, specs[kind], kind)
+            layer_shared = shared._replace(bare=bare)
+            layer_shared = layer_shared if drop is None else layer_shared._replace(drop=drop.at(Site.LAYERS).at(number))
+            return block(x, rows, layer_shared, specs[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
         parts: list[stack.Stats] = []

@@ -113,5 +113,5 @@ def module_of(config: TransformerConfig) -> Callable[..., ModelModule]:
     for item in type(config).__mro__:
         if item in _MODULES:
             return _MODULES[item]
-    own = type(config).__name__
-    raise UserError(f"{own} has no model: decorate the class of its models with @model_of({own})")
+    class_name = type(config).__name__
+    raise UserError(f"{class_name} has no model: decorate the class of its models with @model_of({class_name})")

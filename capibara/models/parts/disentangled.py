@@ -132,9 +132,11 @@ class DisentangledAttention(Attention):
 
     def _declared(self) -> list[Projection]:
         """What makes a distance's key, and its query, for the terms that there are."""
-        own = self.sizes.projections is Distances.OWN
+        has_projections = self.sizes.projections is Distances.OWN
         key, query = (
-            (projections.POSITION_KEY, projections.POSITION_QUERY) if own else (projections.KEY, projections.QUERY)
+            (projections.POSITION_KEY, projections.POSITION_QUERY)
+            if has_projections
+            else (projections.KEY, projections.QUERY)
         )
         return {Terms.QUERIES: [key], Terms.KEYS: [query], Terms.BOTH: [key, query]}[self.sizes.terms]
 

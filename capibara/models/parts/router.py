@@ -620,8 +620,8 @@ def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
 
 def _domain_metrics(load: jax.Array, hints: Hints, num_experts: int) -> dict[str, jax.Array]:
     load_dE = jnp.sum(load.reshape(-1, 1 + len(hints.domains), num_experts), axis=0)[1:]
-    own = [np.isin(np.arange(num_experts), experts) for experts in hints.assignment(num_experts)]
-    hits_d = jnp.sum(load_dE * jnp.asarray(own, jnp.float32), axis=-1)
+    masks = [np.isin(np.arange(num_experts), experts) for experts in hints.assignment(num_experts)]
+    hits_d = jnp.sum(load_dE * jnp.asarray(masks, jnp.float32), axis=-1)
     tokens_d = jnp.sum(load_dE, axis=-1)
     metrics = {"hint_accuracy": jnp.sum(hits_d) / jnp.maximum(jnp.sum(tokens_d), 1.0)}
     for domain, hits, tokens in zip(hints.domains, hits_d, tokens_d):

@@ -47,13 +47,13 @@ def page(dashboard: Dashboard) -> str:
         lines += [
             line for run, _ in runs for line in _value(f"capibara_run_{name}", run, run.view("system").last(name))
         ]
-    own = {
+    gauges = {
         "viewers": ("Connected viewers.", dashboard.hub.viewers),
         "runs": ("Runs that were found.", len(dashboard.runs)),
         "held_bytes": ("Memory of all metrics.", sum(run.held_bytes for run in dashboard.runs)),
         "webhooks_failed": ("Alerts that could not be sent.", dashboard.webhooks.failed),
     }
-    for name, (about, value) in own.items():
+    for name, (about, value) in gauges.items():
         lines += [*_head(f"capibara_dashboard_{name}", about), f"capibara_dashboard_{name} {value}"]
     return "\n".join(lines) + "\n"
 

@@ -64,10 +64,10 @@ class CpuMeter:
         wall_s = self._last[0] - before[0]
         if wall_s <= 0:
             return None, None
-        own = 100 * (self._last[1] - before[1]) / wall_s
+        process_percent = 100 * (self._last[1] - before[1]) / wall_s
         if self._last[2] is None or before[2] is None or not (count := cpus()):
-            return None, own
-        return min(100.0, 100 * (self._last[2] - before[2]) / (wall_s * count)), own
+            return None, process_percent
+        return min(100.0, 100 * (self._last[2] - before[2]) / (wall_s * count)), process_percent
 
     @staticmethod
     def _now() -> tuple[float, float, float | None]:

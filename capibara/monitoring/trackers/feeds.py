@@ -97,9 +97,9 @@ def labels(trackers: Sequence[Tracker]) -> list[str]:
     """A label for each tracker, as a part of file names: its own, with a number where it is taken."""
     result: list[str] = []
     for tracker in trackers:
-        own = re.sub(r"[^\w.-]", "-", str(tracker.label)).strip(".")[:_LONGEST_LABEL] or "tracker"
-        numbered = (f"{own}-{number}" for number in range(2, len(trackers) + 3))
-        result.append(next(item for item in (own, *numbered) if item not in (*result, state.RUN)))
+        label = re.sub(r"[^\w.-]", "-", str(tracker.label)).strip(".")[:_LONGEST_LABEL] or "tracker"
+        numbered = (f"{label}-{number}" for number in range(2, len(trackers) + 3))
+        result.append(next(item for item in (label, *numbered) if item not in (*result, state.RUN)))
     return result
 
 

@@ -156,14 +156,14 @@ def _buffers(
     root = None
     for when, instruction in enumerate(computation.values()):
         root = instruction if instruction.is_root else root
-        own = dict(_own(module, computation, instruction))
-        sizes |= own
-        born |= dict.fromkeys(own, when)
+        buffers = dict(_own(module, computation, instruction))
+        sizes |= buffers
+        born |= dict.fromkeys(buffers, when)
         if instruction.opcode == "get-tuple-element":
             lies_in[instruction.name] = _element(computation, instruction, lies_in, own=born)
             continue
         shared = (lies_in.get(o, frozenset()) for o in _shared(module, instruction))
-        lies_in[instruction.name] = frozenset(own).union(*shared)
+        lies_in[instruction.name] = frozenset(buffers).union(*shared)
     leaving = lies_in[root.name] if root else frozenset()
     return lies_in, born, {name: 0 if name in leaving else size for name, size in sizes.items()}
 

@@ -318,10 +318,10 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     """Bytes of one layer's weights in the compute dtype, gathered except along the tensor and expert axes."""
     mesh, rules = choice.mesh, work.rules
-    own = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
+    device_weights = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
     experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
     share = _WORK_WEIGHTS if work.config.lora is None else _WORK_FROZEN
-    return (share * own + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
+    return (share * device_weights + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
 
 
 def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:

@@ -376,9 +376,9 @@ def _stacks(
     sizes: TransformerConfig, leaves: list[Leaf], rules: Rules, length: int, encoder_length: int | None
 ) -> Iterable[Stack]:
     def stack(name: str, prefix: str, layers: int, length: int, attentions: tuple[Attention, ...]) -> Stack:
-        own = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
-        experts = [leaf for leaf in own if "experts" in leaf.axes]
-        others = [leaf for leaf in own if "experts" not in leaf.axes]
+        part_leaves = [leaf for leaf in leaves if leaf.name.startswith(prefix)]
+        experts = [leaf for leaf in part_leaves if "experts" in leaf.axes]
+        others = [leaf for leaf in part_leaves if "experts" not in leaf.axes]
         adapted = sum(leaf.name.endswith("_lora/a") for leaf in experts)
         return Stack(name, layers, length, attentions, _sharded(others, rules), _sharded(experts, rules), adapted)
 

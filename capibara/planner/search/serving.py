@@ -122,11 +122,11 @@ def predict(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: 
     most = min(max(0, math.floor(free / row)) * data, _MOST_SLOTS // data * data)
     # Slots that the data axis does not divide are replicated.
     slots = most if engine.slots is None else engine.slots
-    own = slots // data if slots % data == 0 else slots
-    moved = COMPILED * read + (_COMPILED_INT8 if engine.cache_dtype == "int8" else COMPILED) * own * row
-    seconds = _seconds(model.plain, slice_, tensor, own, moved)
+    local_slots = slots // data if slots % data == 0 else slots
+    moved = COMPILED * read + (_COMPILED_INT8 if engine.cache_dtype == "int8" else COMPILED) * local_slots * row
+    seconds = _seconds(model.plain, slice_, tensor, local_slots, moved)
     step_s = max(seconds["hbm"], seconds["compute"]) + seconds["links"]
-    return Serving(tensor, data, engine, slots, whole, own * row, prefixes, working, limit, step_s, seconds)
+    return Serving(tensor, data, engine, slots, whole, local_slots * row, prefixes, working, limit, step_s, seconds)
 
 
 def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom: float) -> UserError:
@@ -181,12 +181,12 @@ def _weights(model: Model, tensor: int) -> tuple[float, float, float]:
             name and "tensor" in getattr(rules, name) and extent % tensor == 0
             for name, extent in zip(names, leaf.shape)
         )
-        own = math.prod(leaf.shape) * retained / (tensor if cuts else 1)
-        whole += own
+        leaf_bytes = math.prod(leaf.shape) * retained / (tensor if cuts else 1)
+        whole += leaf_bytes
         looked_up = path == "embedding" and str(model.config.head) == "separate"  # reads only a few rows
-        unread += own if looked_up else 0.0
+        unread += leaf_bytes if looked_up else 0.0
         share = moe.top_k / moe.num_experts if moe is not None and "experts" in names else 1.0
-        active += 0.0 if looked_up else share * own / retained
+        active += 0.0 if looked_up else share * leaf_bytes / retained
     return whole, whole - unread, active
 
 

@@ -70,14 +70,14 @@ def meeting_in_turn(
         where = fragments(agreed, config.fragments)
 
         def of(turn: int) -> tuple[Params, Nodes]:
-            own = dataclasses.replace(
+            part_nodes = dataclasses.replace(
                 state,
                 params=parts_of(state.params, where)[turn],
                 outer=state.outer[turn],
                 lost=None if state.lost is None else parts_of(state.lost, where)[turn],
             )
             meet_one = meeting(config, nodes, mesh, parts_of(params, where)[turn])
-            part, _, new = meet_one(parts_of(agreed, where)[turn], None, own, number, batch)
+            part, _, new = meet_one(parts_of(agreed, where)[turn], None, part_nodes, number, batch)
             good = new.verdict.accepted if new.verdict.drawn is None else new.verdict.accepted | ~new.verdict.drawn
             # A node that is masked continues from the agreed model, all of it: one bad fragment spoils the others in a step.
             retained = jax.tree.map(lambda x, start: jnp.where(along(good, x), x, start), state.params, agreed)

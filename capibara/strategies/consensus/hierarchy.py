@@ -35,8 +35,8 @@ def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params, jax
     members = [list(range(start, start + size)) for start in range(0, groups * size, size)]
     others = tuple(axis for axis in mesh.axis_names if axis != NODE_AXIS)
 
-    def local(own: Params, has_part: jax.Array) -> Params:
-        broken = sum(jnp.sum(~jnp.isfinite(x)) for x in jax.tree.leaves(own))
+    def local(node_params: Params, has_part: jax.Array) -> Params:
+        broken = sum(jnp.sum(~jnp.isfinite(x)) for x in jax.tree.leaves(node_params))
         is_used = (jax.lax.psum(broken, others) == 0) & has_part[jax.lax.axis_index(NODE_AXIS)]
         counts = is_used.astype(jnp.float32)
         count = jax.lax.psum(counts, NODE_AXIS, axis_index_groups=members)
@@ -46,7 +46,7 @@ def group_means(mesh: Mesh, specs: PyTree, groups: int) -> Callable[[Params, jax
             total = jax.lax.psum(used, NODE_AXIS, axis_index_groups=members)
             return jnp.where(count > 0, total / jnp.maximum(count, 1.0), x).astype(x.dtype)
 
-        return jax.tree.map(mean, own)
+        return jax.tree.map(mean, node_params)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(nodes, PartitionSpec()), out_specs=nodes, check_vma=False)
 
@@ -71,9 +71,9 @@ def held(patterns: Sequence[str], before: Params, after: Params) -> Params:
     nodes = len(jax.tree.leaves(after)[0])
     of_nodes = [pattern for pattern in patterns for _ in range(nodes // len(patterns))]
 
-    def hold(name: str, own: jax.Array, start: jax.Array) -> jax.Array:
+    def hold(name: str, value: jax.Array, start: jax.Array) -> jax.Array:
         is_held = np.array([bool(pattern and re.search(pattern, name)) for pattern in of_nodes])
-        return jnp.where(along(jnp.asarray(is_held), own), start, own) if is_held.any() else own
+        return jnp.where(along(jnp.asarray(is_held), value), start, value) if is_held.any() else value
 
     names = jax.tree.unflatten(jax.tree.structure(after), tree.path_names(after))
     return jax.tree.map(hold, names, after, before)

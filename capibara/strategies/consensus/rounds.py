@@ -93,7 +93,7 @@ def meeting(
         counted = quality if drawn is None else jnp.where(drawn, quality, -1.0)
         expected = config.nodes_per_round or len(quality)
         new = config.settle(make, agreed, sent, state.outer, counted, number, expected, vote)
-        own = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
+        node_params = jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), new.params, state.params)
         failures = jnp.where(new.succeeds, 0, state.verdict.failures + 1)
         approved, weights = new.approved if config.votes else None, new.weights if config.merges else None
         # What was lost of a gradient that had no effect would be added to one that has.
@@ -108,8 +108,12 @@ def meeting(
         if soup is not None and size is not None:
             stirred = soups.stirred(nodes, batch, soup, size, new.params, len(quality))
             soup, size = select(new.succeeds, stirred, (soup, size))
-        own = jax.lax.with_sharding_constraint(own, jax.tree.map(on_nodes, params))
-        return new.params, soup, Nodes(own, opt_state, new.outer, lost, jnp.zeros_like(state.losses), verdict, size)
+        node_params = jax.lax.with_sharding_constraint(node_params, jax.tree.map(on_nodes, params))
+        return (
+            new.params,
+            soup,
+            Nodes(node_params, opt_state, new.outer, lost, jnp.zeros_like(state.losses), verdict, size),
+        )
 
     return meet
 
@@ -159,8 +163,8 @@ def _received(compression: Compression, mesh: Mesh, specs: PyTree) -> Callable[.
     """Makes (agreed, nodes' models, lost) -> (the models in few bits, lost); each shard by itself."""
     nodes = jax.tree.map(lambda spec: PartitionSpec(NODE_AXIS, *spec), specs)
 
-    def local(agreed: Params, own: Params, lost: PyTree) -> tuple[Params, PyTree]:
-        gradient = jax.tree.map(lambda start, end: start.astype(jnp.float32) - end[0], agreed, own)
+    def local(agreed: Params, node_params: Params, lost: PyTree) -> tuple[Params, PyTree]:
+        gradient = jax.tree.map(lambda start, end: start.astype(jnp.float32) - end[0], agreed, node_params)
         sent, lost = compression.encode(gradient, jax.tree.map(lambda x: x[0], lost))
         back = compression.decode(sent, gradient)
         models = jax.tree.map(lambda start, x: (start - x).astype(start.dtype), agreed, back)

@@ -224,7 +224,7 @@ class Settings(Agreement):
         """The votes [nodes] that the nodes cast: what they have found. A subclass can play nodes that lie."""
         return approved
 
-    def sent(self, agreed: Params, own: Params, number: jax.Array) -> Params:
+    def sent(self, agreed: Params, node_params: Params, number: jax.Array) -> Params:
         """The models [nodes, ...] that the nodes send: their own. A subclass can play nodes that lie.
 
         Args:
@@ -233,7 +233,7 @@ class Settings(Agreement):
           number: the step.
         """
         del agreed, number
-        return own
+        return node_params
 
 
 _CONVEX = "merge_strategy = 'convex', or a share of 'convex' in merge_shares"

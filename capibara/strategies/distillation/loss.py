@@ -119,15 +119,15 @@ class Distillation(DrawnAnswers):
             )
         if self.teacher is None:
             return
-        own, other = model.vocab_size, self.teacher.model.vocab_size
-        if self.top_k is None and own != other:
+        size, other = model.vocab_size, self.teacher.model.vocab_size
+        if self.top_k is None and size != other:
             raise UserError(
-                f"{type(model).__name__}.vocab_size is {own} and the teacher's is {other}, so that not all tokens can be "
+                f"{type(model).__name__}.vocab_size is {size} and the teacher's is {other}, so that not all tokens can be "
                 "compared: set Distillation.top_k = 64"
             )
-        if self.top_k is not None and self.top_k >= min(own, other):
+        if self.top_k is not None and self.top_k >= min(size, other):
             raise UserError(
-                f"Distillation.top_k ({self.top_k}) must be below the vocabulary ({min(own, other)}): set None for all"
+                f"Distillation.top_k ({self.top_k}) must be below the vocabulary ({min(size, other)}): set None for all"
             )
 
     def check_mesh(self, mesh: Mesh, rules: Rules) -> None:
@@ -155,13 +155,13 @@ class Distillation(DrawnAnswers):
         Raises:
           UserError: what is stored has ids that the model has not.
         """
-        own, other = model.config.vocab_size, self._teacher_vocab_size
-        if self.stored is not None and own < other:
+        size, other = model.config.vocab_size, self._teacher_vocab_size
+        if self.stored is not None and size < other:
             raise UserError(
-                f"{type(model.config).__name__}.vocab_size is {own}, and Distillation.stored ({self.stored!r}) has {other} ids: "
+                f"{type(model.config).__name__}.vocab_size is {size}, and Distillation.stored ({self.stored!r}) has {other} ids: "
                 "prepare it again with this model"
             )
-        return min(own, other)
+        return min(size, other)
 
     @property
     def _teacher_vocab_size(self) -> int:

@@ -168,10 +168,10 @@ class GroupMember(Member):
         if hosts.of_first(lambda: self._exchange.has_sent(round_, self._node.name)):
             self._reporter.status(f"round {round_}: sent before, waiting for the others")
             return
-        own = self._whole(params)
+        local_params = self._whole(params)
 
         def send() -> int:
-            packed, self._next_lost = self._packed(own, agreed)
+            packed, self._next_lost = self._packed(local_params, agreed)
             data = arrays.to_bytes(packed.arrays)
             loss, tokens = np.sum(jax.device_get(self._losses), axis=0) if self._losses else (math.nan, 1.0)
             note = Note(
@@ -199,13 +199,17 @@ class GroupMember(Member):
                 result[name] = np.asarray(leaf, np.float32)
         return result
 
-    def _packed(self, own: dict[str, np.ndarray], agreed: Agreed | None) -> tuple[Packed, dict[str, np.ndarray] | None]:
+    def _packed(
+        self, local_params: dict[str, np.ndarray], agreed: Agreed | None
+    ) -> tuple[Packed, dict[str, np.ndarray] | None]:
         """What is sent, and what that loses."""
         if self._node.compression is None or agreed is None:
-            return Packed(own), None
+            return Packed(local_params), None
         start = self._stored(agreed)
-        lost = self._lost or {name: np.zeros_like(x) for name, x in own.items()}
-        return arrays.compressed(self._node.compression, {name: start[name] - own[name] for name in own}, lost)
+        lost = self._lost or {name: np.zeros_like(x) for name, x in local_params.items()}
+        return arrays.compressed(
+            self._node.compression, {name: start[name] - local_params[name] for name in local_params}, lost
+        )
 
     def _wait(self, round_: int, score: Score | None) -> Agreed:
         """Waits until a round has ended, and votes on the model that it proposes."""

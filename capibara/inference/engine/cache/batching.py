@@ -167,7 +167,7 @@ def buckets(length: int) -> list[int]:
 def prompt_shapes(
     config: EngineConfig, length: int, encoder: bool, tokens: int, in_slot: bool
 ) -> list[tuple[int, int, int]]:
-    """(prompts read together, fewest tokens of each, whether likeliest tokens are requested) of all programs.
+    """(prompts read together, fewest tokens of each, whether likeliest tokens are requested) of all programs, those last.
 
     Args:
       config, length: of the engine.
@@ -185,4 +185,4 @@ def prompt_shapes(
     if in_slot:
         parts = [size for size in sizes if size & (size - 1) == 0 and tokens + size <= length]
         shapes += [(1, tokens + size, likeliest) for likeliest in (0, 1) for size in parts]
-    return shapes
+    return sorted(shapes, key=lambda shape: shape[2])

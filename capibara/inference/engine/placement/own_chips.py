@@ -171,20 +171,20 @@ def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params],
     return jax.jit(lambda params: plain.computed(model.merge(params)), out_shardings=shardings)
 
 
-def _moved_to(x: jax.Array, own: Sharding) -> jax.Array:
-    """Copies an array from all processes' devices to those of this process in `own`."""
-    everywhere = jax.device_put(x, _on_every_process(own))
+def _moved_to(x: jax.Array, target: Sharding) -> jax.Array:
+    """Copies an array from all processes' devices to those of this process in `target`."""
+    everywhere = jax.device_put(x, _on_every_process(target))
     parts = {shard.device: shard.data for shard in everywhere.addressable_shards}
-    mine = [parts[device] for device in own.addressable_devices_indices_map(x.shape)]
-    return jax.make_array_from_single_device_arrays(x.shape, own, mine)
+    mine = [parts[device] for device in target.addressable_devices_indices_map(x.shape)]
+    return jax.make_array_from_single_device_arrays(x.shape, target, mine)
 
 
-def _on_every_process(own: Sharding) -> NamedSharding:
-    """A sharding that is `own` on this process's devices, and the equivalent on those of all others.
+def _on_every_process(source: Sharding) -> NamedSharding:
+    """A sharding that is `source` on this process's devices, and the equivalent on those of all others.
 
-    Devices that `own` leaves out hold replicas during the copy.
+    Devices that `source` leaves out hold replicas during the copy.
     """
-    mine = _mesh_of(own).devices
+    mine = _mesh_of(source).devices
     local = list(jax.local_devices())
     order = [local.index(device) for device in mine.flat]  # the same on every process: their devices are alike
     order += [index for index in range(len(local)) if index not in order]
@@ -192,12 +192,12 @@ def _on_every_process(own: Sharding) -> NamedSharding:
     for device in jax.devices():
         by_process.setdefault(device.process_index, []).append(device)
     devices = np.array([[by_process[process][index] for index in order] for process in sorted(by_process)])
-    axes = _mesh_of(own).axis_names
+    axes = _mesh_of(source).axis_names
     mesh = Mesh(devices.reshape(len(by_process), -1, *mine.shape), ("process", "copies", *axes))
-    return NamedSharding(mesh, own.spec if isinstance(own, NamedSharding) else PartitionSpec())
+    return NamedSharding(mesh, source.spec if isinstance(source, NamedSharding) else PartitionSpec())
 
 
-def _mesh_of(own: Sharding) -> Mesh:
-    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
-        return own.mesh
-    return Mesh(np.array(list(own.device_set)), ("data",))
+def _mesh_of(source: Sharding) -> Mesh:
+    if isinstance(source, NamedSharding) and isinstance(source.mesh, Mesh):
+        return source.mesh
+    return Mesh(np.array(list(source.device_set)), ("data",))

@@ -99,7 +99,7 @@ def _of_each_process(devices: Sequence[jax.Device], count: int) -> list[jax.Devi
         )
     share = count // len(processes)
     by_process = {process: [device for device in devices if device.process_index == process] for process in processes}
-    if any(len(own) < share for own in by_process.values()):
+    if any(len(local_devices) < share for local_devices in by_process.values()):
         raise UserError(
             f"ServingMesh.tensor x ServingMesh.data ({count}) needs {share} devices of each of the {len(processes)} processes, "
             "of which one has fewer: ask for fewer"

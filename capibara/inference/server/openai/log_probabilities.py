@@ -30,9 +30,9 @@ def prompt_log_probabilities(vocabulary: Vocabulary, ask: RequestedText, likelie
     for place, token in enumerate(ask.ids[1:]):
         ids, values = scores.likeliest[place, :likeliest], scores.their_log_probabilities[place, :likeliest]
         ranked = [(int(item), float(value), rank) for rank, (item, value) in enumerate(zip(ids, values), 1)]
-        own = int(token), float(scores.log_probabilities[place]), int(scores.ranks[place])
+        token_scores = int(token), float(scores.log_probabilities[place]), int(scores.ranks[place])
         if token not in ids:
-            ranked.append(own)
+            ranked.append(token_scores)
         each.append(
             {
                 str(item): {

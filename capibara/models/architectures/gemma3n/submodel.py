@@ -89,7 +89,7 @@ class Submodel:
           UserError: as `config`.
         """
         left, retained = self.config(config), self.kept(config)
-        own = [layer for layer in retained if layer < config.kv_layers]
+        storing = [layer for layer in retained if layer < config.kv_layers]
         shape = (config.num_layers, config.per_layer_dim)
 
         def of_layers(value: np.ndarray) -> np.ndarray:
@@ -102,7 +102,7 @@ class Submodel:
             "layers/mlp/gate": lambda value: value[retained, :, : left.mlp_dim],
             "layers/mlp/up": lambda value: value[retained, :, : left.mlp_dim],
             "layers/mlp/down": lambda value: value[retained, : left.mlp_dim],
-            **{f"layers/{name}": lambda value: value[own] for name in _SHARED},
+            **{f"layers/{name}": lambda value: value[storing] for name in _SHARED},
         }
 
         def cut(name: str, value: jax.Array) -> np.ndarray:

@@ -71,12 +71,12 @@ class SharedKeysConfig(DecoderConfig):
         super().__post_init__()
         self._check_fixed()
         self._check_shared()
-        own = type(self).__name__
+        class_name = type(self).__name__
         if self.mlp_dims is not None and (
             len(self.mlp_dims) != self.num_layers or max(self.mlp_dims) != self.mlp_dim or min(self.mlp_dims) < 1
         ):
             raise UserError(
-                f"{own}.mlp_dims has {len(self.mlp_dims)} widths to {max(self.mlp_dims, default=0)}, must be one "
+                f"{class_name}.mlp_dims has {len(self.mlp_dims)} widths to {max(self.mlp_dims, default=0)}, must be one "
                 f"for each of num_layers ({self.num_layers}), the largest mlp_dim ({self.mlp_dim}), none below 1"
             )
 
@@ -112,11 +112,11 @@ class SharedKeysConfig(DecoderConfig):
             "residual_multiplier": (1.0,),
             "multipliers": (Multipliers(),),
         }
-        own = type(self).__name__
-        name_of_model = own.removesuffix("Config").replace("Gemma", "Gemma ")
+        class_name = type(self).__name__
+        name_of_model = class_name.removesuffix("Config").replace("Gemma", "Gemma ")
         if strange := set(self.layer_pattern) - {LayerKind.GLOBAL, LayerKind.LOCAL}:
             raise UserError(
-                f"{own}.layer_pattern has {str(min(strange))!r} layers, {name_of_model} has none: write 'global'"
+                f"{class_name}.layer_pattern has {str(min(strange))!r} layers, {name_of_model} has none: write 'global'"
             )
         if self.rope.pairs is not Pairs.HALVES:
             raise UserError(f"Rope.pairs is {str(self.rope.pairs)!r}, {name_of_model} has 'halves' alone: leave it out")
@@ -124,7 +124,9 @@ class SharedKeysConfig(DecoderConfig):
             value = getattr(self, name)
             if value not in allowed:
                 shown = " or ".join(repr(x if x is None else str(x)) for x in allowed)
-                raise UserError(f"{own}.{name} is {str(value)!r}, {name_of_model} has {shown} alone: leave it out")
+                raise UserError(
+                    f"{class_name}.{name} is {str(value)!r}, {name_of_model} has {shown} alone: leave it out"
+                )
 
     def _check_shared(self) -> None:
         """Checks that every layer has keys and values, its own or another's.
@@ -132,17 +134,17 @@ class SharedKeysConfig(DecoderConfig):
         Raises:
           UserError: a layer has nobody's keys and values to read.
         """
-        own = type(self).__name__
+        class_name = type(self).__name__
         if not 0 <= self.kv_shared_layers < self.num_layers:
             raise UserError(
-                f"{own}.kv_shared_layers ({self.kv_shared_layers}) must be at least 0 and below num_layers "
+                f"{class_name}.kv_shared_layers ({self.kv_shared_layers}) must be at least 0 and below num_layers "
                 f"({self.num_layers})"
             )
         kinds = self.kinds
         missing = set(kinds[self.kv_layers :]) - set(kinds[: self.kv_layers])
         if missing:
             raise UserError(
-                f"{own}.kv_shared_layers ({self.kv_shared_layers}) leaves no {min(missing)} layer whose keys and "
+                f"{class_name}.kv_shared_layers ({self.kv_shared_layers}) leaves no {min(missing)} layer whose keys and "
                 "values the last ones could read: make it smaller"
             )
 

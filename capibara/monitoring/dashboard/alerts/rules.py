@@ -63,8 +63,10 @@ class Rules:
 
     def as_json(self) -> dict[str, Json]:
         """The thresholds for viewers."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "quiet"}
-        return {**own, "quiet_s": self.quiet.quiet_s, "quiet_train_s": self.quiet.quiet_train_s}
+        conditions = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "quiet"
+        }
+        return {**conditions, "quiet_s": self.quiet.quiet_s, "quiet_train_s": self.quiet.quiet_train_s}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

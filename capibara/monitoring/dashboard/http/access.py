@@ -132,13 +132,13 @@ def access(
       per_second: most requests of one address in a second.
     """
     number, port = address
-    own = {
+    own_names = {
         _bracketed(host.lower()),
         _bracketed(number.lower()),
         *(allowed_host.lower() for allowed_host in allowed_hosts),
     }
     is_named = ipaddress.ip_address(number).is_loopback or allowed_hosts
-    return Access(token=token, hosts=LOOPBACK | own if is_named else None, per_second=per_second, port=port)
+    return Access(token=token, hosts=LOOPBACK | own_names if is_named else None, per_second=per_second, port=port)
 
 
 class Guarded:

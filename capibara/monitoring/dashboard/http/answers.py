@@ -80,12 +80,12 @@ def _size(kept: tuple[Hashable, bytes, bytes | None]) -> int:
 
 def _response(body: bytes, packed: bytes | None, headers: Headers) -> Response:
     tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
-    own = {"ETag": tag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
+    caching = {"ETag": tag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
     if headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=own)
+        return Response(status_code=304, headers=caching)
     if packed is not None and "gzip" in headers.get("accept-encoding", ""):
-        return Response(packed, headers={**own, "Content-Encoding": "gzip"}, media_type="application/json")
-    return Response(body, headers=own, media_type="application/json")
+        return Response(packed, headers={**caching, "Content-Encoding": "gzip"}, media_type="application/json")
+    return Response(body, headers=caching, media_type="application/json")
 
 
 def sized(content: bytes, kind: str, packed: bytes | None, headers: Headers) -> Response:
