@@ -36,9 +36,9 @@ def stored_path(model: Loaded | str | os.PathLike[str], name: str = "model") -> 
     """
     if isinstance(model, Loaded):
         if model.changes:
-            said = ", ".join(model.changes)
+            changes = ", ".join(model.changes)
             raise UserError(
-                f"{name} was loaded with {said}, and its files are read again: load it without, or pass its path"
+                f"{name} was loaded with {changes}, and its files are read again: load it without, or pass its path"
             )
         return model.path
     return path_of(model, name)

@@ -343,16 +343,16 @@ def _check_unchanged(inputs: Sequence[Input]) -> None:
                 )
 
 
-def _read_part(found: Mapping[str, Any], name: str) -> WholePart:
+def _read_part(record: Mapping[str, Any], name: str) -> WholePart:
     """A part's record.
 
     Raises:
       UserError: it is corrupted.
     """
     try:
-        counts = {str(key): int(count) for key, count in found["counts"].items()}
+        counts = {str(key): int(count) for key, count in record["counts"].items()}
         return WholePart(
-            file=File(name=name, **found["file"]), counts=counts, problems=Problems.from_json(found["problems"])
+            file=File(name=name, **record["file"]), counts=counts, problems=Problems.from_json(record["problems"])
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"the record of {name} is corrupted ({limits.cause(error)}): remove the folder") from None
@@ -426,13 +426,13 @@ def _by_path(inputs: object) -> object:
     return {str(item.get("path")): (item.get("bytes"), item.get("sha256")) for item in inputs if isinstance(item, dict)}
 
 
-def _difference(found: object, expected: object) -> str | None:
+def _difference(actual: object, expected: object) -> str | None:
     """The first name at which two JSON values differ, such as "filter.least"; None: they are equal."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for key in sorted({*found, *expected}):
-            if (inner := _difference(found.get(key), expected.get(key))) is not None:
+    if isinstance(actual, dict) and isinstance(expected, dict):
+        for key in sorted({*actual, *expected}):
+            if (inner := _difference(actual.get(key), expected.get(key))) is not None:
                 return f"{key}.{inner}" if inner and not inner.startswith(" ") else f"{key}{inner}"
         return None
-    if fingerprints.canonical(found) == fingerprints.canonical(expected):  # 1 is not True here
+    if fingerprints.canonical(actual) == fingerprints.canonical(expected):  # 1 is not True here
         return None
-    return f" was {limits.shortened(found, 40)}, is {limits.shortened(expected, 40)}"
+    return f" was {limits.shortened(actual, 40)}, is {limits.shortened(expected, 40)}"

@@ -119,7 +119,9 @@ def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
         raise Corrupted(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
 
-def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = True, key: Key | None = None) -> PyTree:
+def read(
+    folder: epath.Path, manifest: Manifest, target: PyTree, *, check: bool = True, key: Key | None = None
+) -> PyTree:
     """Reads arrays of a step onto this process's devices.
 
     Args:
@@ -133,7 +135,9 @@ def read(folder: epath.Path, found: Manifest, target: PyTree, *, check: bool = T
       Corrupted: data that this process needs is corrupted.
     """
     names, leaves = tree.path_names(target), jax.tree.leaves(target)
-    arrays = threads.each(lambda pair: _Array(folder, found, *pair, check, key), list(zip(names, leaves, strict=True)))
+    arrays = threads.each(
+        lambda pair: _Array(folder, manifest, *pair, check, key), list(zip(names, leaves, strict=True))
+    )
     placed = []
     for together in _by_bytes(arrays, lambda array: array.bytes):
         threads.each(lambda job: job[0].read(job[1]), [(array, index) for array in together for index in array.needed])
@@ -295,12 +299,12 @@ def _orbax_sharding(sharding: jax.sharding.Sharding) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def opened(content: np.ndarray, found: Manifest, file: File, key: Key | None) -> np.ndarray:
+def opened(content: np.ndarray, manifest: Manifest, file: File, key: Key | None) -> np.ndarray:
     """The bytes of a file of a step, decrypted if necessary."""
-    if found.encryption is None or file.path.endswith(LAYOUT):
+    if manifest.encryption is None or file.path.endswith(LAYOUT):
         return content
     assert key is not None, "who reads an encrypted step has its key"
-    at = found.step if file.step is None else file.step
+    at = manifest.step if file.step is None else file.step
     return np.frombuffer(key.open(content.data, _seal(at, file.path)), np.uint8)
 
 

@@ -187,12 +187,12 @@ class Inspection:
         return _described(result), result
 
 
-def _described(found: Manifest) -> Row:
-    about = found.about
+def _described(manifest: Manifest) -> Row:
+    about = manifest.about
     return {
-        "step": found.step,
-        "files": len(found.files),
-        "bytes": sum(file.size for file in found.files),
+        "step": manifest.step,
+        "files": len(manifest.files),
+        "bytes": sum(file.size for file in manifest.files),
         "faults": [],
         **{name: about.get(name) for name in ("date", "score", "parent", "commit", "capibara")},
     }

@@ -93,9 +93,9 @@ class StepReader:
             )
         return result
 
-    def key_of(self, found: Manifest) -> Key | None:
+    def key_of(self, manifest: Manifest) -> Key | None:
         """The key of an encrypted step, if we have it."""
-        return None if found.encryption is None else self._keys.get(found.encryption.get("key", ""))
+        return None if manifest.encryption is None else self._keys.get(manifest.encryption.get("key", ""))
 
     def progress(self, step: int) -> Restored:
         """The JSON parts of a committed step.

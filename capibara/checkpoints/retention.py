@@ -53,7 +53,7 @@ def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
 
 
 def prunable(
-    folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None
+    folder: epath.Path, retained: Sequence[int], dropped: Sequence[int], written: int | None = None
 ) -> list[int] | None:
     """The dropped steps that may be removed, in that order; None: none may, since no kept step is intact.
 
@@ -65,10 +65,10 @@ def prunable(
     sent = written if stores.of(folder).verifies else None
     if not any(
         _is_sent(folder / str(s)) if s == sent else step_folders.is_whole(folder / str(s))
-        for s in sorted(kept, reverse=True)
+        for s in sorted(retained, reverse=True)
     ):
         return None
-    return sorted(set(dropped) - bases(folder, kept), reverse=True)
+    return sorted(set(dropped) - bases(folder, retained), reverse=True)
 
 
 def _is_sent(folder: epath.Path) -> bool:
@@ -77,12 +77,12 @@ def _is_sent(folder: epath.Path) -> bool:
     return all(threads.each(functools.partial(manifest.is_there, folder), others))
 
 
-def prune(folder: epath.Path, kept: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
+def prune(folder: epath.Path, retained: Sequence[int], dropped: Sequence[int], written: int | None = None) -> bool:
     """Removes steps if at least one kept step is intact; returns whether it did.
 
     Steps that hold files of kept ones stay. The newest are removed first, so that none ever lacks its base.
     """
-    gone = prunable(folder, kept, dropped, written)
+    gone = prunable(folder, retained, dropped, written)
     for step in gone or ():
         step_folders.remove(folder / str(step))
     return gone is not None

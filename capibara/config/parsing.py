@@ -161,9 +161,9 @@ class _References(gin_config.ParserDelegate):
         return super().configurable_reference(f"{scope}{slash}{_known(selector, result)}", evaluate)
 
 
-def _known(selector: str, found: gin_config.Configurable) -> str:
+def _known(selector: str, target: gin_config.Configurable) -> str:
     """The selector of a configurable by which Gin knows it: as it is written, or complete if it names an old module."""
-    return selector if gin_config._parse_context().get_configurable(selector) is not None else found.selector
+    return selector if gin_config._parse_context().get_configurable(selector) is not None else target.selector
 
 
 def _lookup(selector: str, shown: str) -> gin_config.Configurable:
@@ -254,10 +254,10 @@ class _Parsing:
             )
         return result
 
-    def _is_data(self, found: gin_config.Configurable) -> bool:
+    def _is_data(self, target: gin_config.Configurable) -> bool:
         """Whether a recorded configuration may refer to a configurable."""
-        module = found.wrapped.__module__
-        own = found.selector in registered and not f"{module}.".startswith(gin_record.NEVER)
+        module = target.wrapped.__module__
+        own = target.selector in registered and not f"{module}.".startswith(gin_record.NEVER)
         return own or module.partition(".")[0] != "capibara" and self._is_known(module)
 
     def _is_known(self, module: str) -> bool:

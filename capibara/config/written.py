@@ -210,23 +210,23 @@ class _Written:
             "dataclasses and functions that are marked with @capibara.config.configurable"
         )
 
-    def _selector(self, found: type | types.FunctionType, where: str) -> str:
+    def _selector(self, target: type | types.FunctionType, where: str) -> str:
         """The shortest name of a class or function that Gin knows."""
-        found = inspect.unwrap(found)  # Gin wraps functions that it has resolved
-        if (known := gin_config._INVERSE_REGISTRY.get(found)) is None:
+        target = inspect.unwrap(target)  # Gin wraps functions that it has resolved
+        if (known := gin_config._INVERSE_REGISTRY.get(target)) is None:
             raise UserError(
-                f"{where} has {found.__name__} of {found.__module__}, which Gin does not know: mark it with "
+                f"{where} has {target.__name__} of {target.__module__}, which Gin does not know: mark it with "
                 "@capibara.config.configurable, and make the object after that"
             )
         is_bound = any(selector == known.selector for _, selector in gin_config._CONFIG)
-        if is_bound and isinstance(found, types.FunctionType):
+        if is_bound and isinstance(target, types.FunctionType):
             raise UserError(
-                f"{where} has {found.__name__}, whose parameters Gin has bound, which are not part of it: train from Gin files"
+                f"{where} has {target.__name__}, whose parameters Gin has bound, which are not part of it: train from Gin files"
             )
-        if found.__module__ == "__main__" or "<locals>" in found.__qualname__:
-            self.unnamed.add(found.__name__)
-        elif not found.__module__.startswith("capibara."):
-            self.modules.add(found.__module__)
+        if target.__module__ == "__main__" or "<locals>" in target.__qualname__:
+            self.unnamed.add(target.__name__)
+        elif not target.__module__.startswith("capibara."):
+            self.modules.add(target.__module__)
         return str(gin_config._REGISTRY.minimal_selector(known.selector))
 
 

@@ -393,7 +393,7 @@ def _data_explained(tasks: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def table(results: dict[str, Any]) -> list[str]:
     """The results as the harness prints them."""
-    lines = utils.make_table(found).rstrip().splitlines()
-    return lines + (utils.make_table(found, "groups").rstrip().splitlines() if found.get("groups") else [])
+    lines = utils.make_table(results).rstrip().splitlines()
+    return lines + (utils.make_table(results, "groups").rstrip().splitlines() if results.get("groups") else [])

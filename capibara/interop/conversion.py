@@ -374,9 +374,9 @@ def _as_model(run: LoadedModel) -> OurModel:
     return of_run(run.model, run.params, run.dataset, run.origin, trained=trained)
 
 
-def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
+def _optimizer(source: OurModel, run: LoadedModel, optimizer: tuple[int, PyTree] | None) -> t5x_states.Stored | None:
     """The optimizer state for T5X to resume from; None: T5X starts anew, e.g. if the run had another optimizer."""
-    if found is None or run.training is None or run.model.config.lora is not None:
+    if optimizer is None or run.training is None or run.model.config.lora is not None:
         return None
     if not t5x_states.is_adafactor(run.training.optimizer):
         return None
@@ -384,7 +384,7 @@ def _optimizer(source: OurModel, run: LoadedModel, found: tuple[int, PyTree] | N
     shapes = dict(zip(tree.path_names(abstract), (leaf.shape for leaf in jax.tree.leaves(abstract)), strict=True))
     scanned = source.config["model_type"] == "umt5"
     locations = list(t5x_states.locations(shapes, t5x_names.rows_of(source.config), scanned=scanned))
-    step, opt_state = found
+    step, opt_state = optimizer
     moments = dict(t5x_states.to_t5x(opt_state, shapes, locations))
     return t5x_states.Stored(step, moments, t5x_states.gin_of(run.training.optimizer))
 

@@ -151,8 +151,8 @@ def check(sources: Sources, parse: Callable[[Sequence[str], Sequence[str]], Sequ
         try:
             read = parse(sources.gin_files, sources.search_paths)
         except UserError as error:
-            said = str(error).replace(f"{folder}/", "")
-            raise UserError(f"on a host of the job the Gin files would not be found: {said}") from None
+            message = str(error).replace(f"{folder}/", "")
+            raise UserError(f"on a host of the job the Gin files would not be found: {message}") from None
         finally:
             os.chdir(before)
         there = {os.path.realpath(folder / FOLDER / "0" / path) for path in read}

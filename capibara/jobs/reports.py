@@ -168,14 +168,14 @@ class Outcome:
     message: str = ""
 
 
-def outcome(found: Mapping[str, Report], hosts: int) -> Outcome:
+def outcome(host_reports: Mapping[str, Report], hosts: int) -> Outcome:
     """What the reports of a job's hosts amount to.
 
     Args:
       found: the reports.
       hosts: how many hosts the job has.
     """
-    ended = [report for report in found.values() if report.is_final]
+    ended = [report for report in host_reports.values() if report.is_final]
     bad = [report for report in ended if report.code != 0]
     if bad:  # the user's mistake says most
         worst = next((report for report in bad if report.code == exits.EXIT_USER_ERROR), bad[0])

@@ -57,11 +57,11 @@ def _forward(
 
 
 def _cpu_gated_backward(
-    activation: Activation, kept: tuple[jax.Array, jax.Array], upstream: jax.Array
+    activation: Activation, residuals: tuple[jax.Array, jax.Array], upstream: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     # Without the first barrier XLA would notice what both passes compute, and save it; without the second it would
     # write and reread what both gradients compute, which takes longer than computing it twice.
-    gate, up = jax.lax.optimization_barrier(kept)
+    gate, up = jax.lax.optimization_barrier(residuals)
     _, pull = jax.vjp(lambda gate: activation(gate) * up, gate)
     (of_gate,) = pull(upstream)
     return of_gate, upstream * activation(jax.lax.optimization_barrier(gate))
@@ -76,9 +76,9 @@ def _tpu_gated(activation: Activation, gate: jax.Array, up: jax.Array) -> jax.Ar
 
 
 def _tpu_gated_backward(
-    activation: Activation, kept: tuple[jax.Array, jax.Array], upstream: jax.Array
+    activation: Activation, residuals: tuple[jax.Array, jax.Array], upstream: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    _, pull = jax.vjp(functools.partial(reference, activation), *kept)
+    _, pull = jax.vjp(functools.partial(reference, activation), *residuals)
     return jax.lax.optimization_barrier(pull(upstream))
 
 

@@ -318,10 +318,10 @@ def _empty(param: jax.Array, parts: Parts) -> Moments:
 
 
 def _scaled(
-    grad: jax.Array, kept: list[jax.Array], parts: Parts, decay: jax.Array, epsilon: float
+    grad: jax.Array, averages: list[jax.Array], parts: Parts, decay: jax.Array, epsilon: float
 ) -> tuple[jax.Array, Moments]:
     """Divides a gradient by the root of its second moment; also returns the new v_row, v_col and v."""
-    (v_row, v_col, v), square = kept, jnp.square(grad) + epsilon
+    (v_row, v_col, v), square = averages, jnp.square(grad) + epsilon
     mix = lambda old, new: (decay * old + (1.0 - decay) * new).astype(grad.dtype)  # noqa: E731
     nothing = jnp.zeros((1,), grad.dtype)
     if not parts.rows:

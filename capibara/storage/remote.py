@@ -113,8 +113,8 @@ class ShortRead(OSError):
     """A store sent fewer bytes than requested."""
 
 
-def _entries(filesystem: Any, found: list[dict[str, Any]]) -> list[Entry]:
-    files = [about for about in found if about["type"] == "file"]
+def _entries(filesystem: Any, listing: list[dict[str, Any]]) -> list[Entry]:
+    files = [about for about in listing if about["type"] == "file"]
     entries = [
         Entry(filesystem.unstrip_protocol(about["name"]), int(about["size"]), _version(about)) for about in files
     ]

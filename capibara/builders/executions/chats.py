@@ -94,8 +94,8 @@ def of_fix(fix: Fix, settings: ExecutionChats) -> dict[str, Json] | None:
     shown = _error(fix.before)
     if not shown:
         return None
-    said = [explanations.of_failure(fix.before).text, explanations.of_fix(fix).text]
-    answer = "\n\n".join([*filter(None, said), _fenced(fix.after)])
+    explanation_lines = [explanations.of_failure(fix.before).text, explanations.of_fix(fix).text]
+    answer = "\n\n".join([*filter(None, explanation_lines), _fenced(fix.after)])
     chat = _chat(ChatKind.FIX, fix.after, f"{_fenced(fix.before)}\n\n{shown}", answer, _QUESTIONS["fix"])
     return chat if _is_wanted(chat, settings) else None
 

@@ -63,9 +63,9 @@ class Chain:
             "a file"
         )
 
-    def _run(self, path: str, found: Mapping[str, Any]) -> Node:
+    def _run(self, path: str, record: Mapping[str, Any]) -> Node:
         """A run folder, by its newest checkpoint."""
-        steps, facts = _steps(found), dict[str, str | int]()
+        steps, facts = _steps(record), dict[str, str | int]()
         for name in ("", *map(str, steps)):
             outputs.own(path, os.path.join(_CHECKPOINTS, name))
         facts["steps"] = len(steps)
@@ -79,15 +79,15 @@ class Chain:
         parents = (self._step(folder, manifest),)
         return Node(kind=Kind.RUN, path=path, state=state, notes=notes, facts=facts, parents=parents)
 
-    def _step(self, path: str, found: Mapping[str, Any]) -> Node:
+    def _step(self, path: str, record: Mapping[str, Any]) -> Node:
         """A checkpoint step."""
-        about = found["about"] if isinstance(found.get("about"), dict) else {}
+        about = record["about"] if isinstance(record.get("about"), dict) else {}
         facts = {name: about[key] for name, key in _STEP_FACTS.items() if isinstance(about.get(key), (str, int))}
-        notes = _files_wrong(path, found.get("files"))
+        notes = _files_wrong(path, record.get("files"))
         state = State.CHANGED if notes else State.WHOLE
         if not isinstance(about.get("datasets"), list):
             notes = (*notes, "its version of capibara recorded no data sets")
-        parents = [node for item in datasets_of(found) for node in self._seen(item)]
+        parents = [node for item in datasets_of(record) for node in self._seen(item)]
         if (pretrained := self._pretrained(path, about.get("config"))) is not None:
             parents.append(pretrained)
         return Node(

@@ -138,20 +138,20 @@ def exists(path: str) -> bool:
     return epath.Path(path).exists()
 
 
-def _made(version: str, made: Mapping[str, Any] | None) -> dict[str, str | int]:
+def _made(version: str, provenance: Mapping[str, Any] | None) -> dict[str, str | int]:
     """Who built a data set, and when."""
     facts: dict[str, str | int] = {"by capibara": version}
-    if made is not None:
-        code = _facet(made, "capibara_code")
+    if provenance is not None:
+        code = _facet(provenance, "capibara_code")
         if isinstance(code.get("commit"), str):
             facts["commit"] = code["commit"] + ("+" if code.get("isChanged") else "")
-        facts |= {"at": str(made.get("eventTime")), "run": history.run_id(made)}
+        facts |= {"at": str(provenance.get("eventTime")), "run": history.run_id(provenance)}
     return facts
 
 
-def _working_directory(made: Mapping[str, Any] | None) -> str:
+def _working_directory(provenance: Mapping[str, Any] | None) -> str:
     """Where relative paths of a build lead; without its events, where this program runs."""
-    result = {} if made is None else _facet(made, "capibara_folder")
+    result = {} if provenance is None else _facet(provenance, "capibara_folder")
     return str(result.get("workingDirectory") or os.getcwd())
 
 

@@ -69,10 +69,10 @@ def select(
     return [_numbered(entry, number) for number, (entry, _) in enumerate(result[:limit], 1)], about
 
 
-def playbook_order(kept: Sequence[Ranked]) -> list[Bullet]:
+def playbook_order(ranked: Sequence[Ranked]) -> list[Bullet]:
     """The bullets by section, the section with the best one first; in a section the best first."""
     sections: dict[str, list[Bullet]] = collections.defaultdict(list)
-    for item in kept:
+    for item in ranked:
         sections[item.bullet.section].append(item.bullet)
     return [bullet for inside in sections.values() for bullet in inside]
 

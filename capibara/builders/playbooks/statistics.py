@@ -63,31 +63,31 @@ class DomainStatistics:
         self.excluded: collections.Counter[str] = collections.Counter()
         self.conversations: collections.Counter[str] = collections.Counter()
 
-    def as_json(self, kept: Sequence[Ranked]) -> dict[str, Json]:
+    def as_json(self, ranked: Sequence[Ranked]) -> dict[str, Json]:
         """The statistics, with those of the bullets that are kept."""
-        qualities = sorted(entry.quality for entry in kept)
+        qualities = sorted(entry.quality for entry in ranked)
         sections: dict[str, list[Ranked]] = collections.defaultdict(list)
-        for item in kept:
+        for item in ranked:
             sections[item.bullet.section].append(item)
         return {
             "read": self.read,
             "merged": self.merged,
             "excluded": dict(sorted(self.excluded.items())),
-            "kept": len(kept),
-            **_votes(kept),
-            "without_votes": sum(entry.bullet.helpful + entry.bullet.harmful == 0 for entry in kept),
+            "kept": len(ranked),
+            **_votes(ranked),
+            "without_votes": sum(entry.bullet.helpful + entry.bullet.harmful == 0 for entry in ranked),
             "quality": {
                 "mean": round(sum(qualities) / max(1, len(qualities)), 6),
                 **{f"p{round(100 * share)}": _quantile(qualities, share) for share in _SHARES},
             },
-            "agents": len({agent for entry in kept for agent in entry.agents}),
+            "agents": len({agent for entry in ranked for agent in entry.agents}),
             "sections": {name: {"kept": len(inside), **_votes(inside)} for name, inside in sorted(sections.items())},
             "conversations": dict(sorted(self.conversations.items())),
         }
 
 
-def _votes(kept: Sequence[Ranked]) -> dict[str, Json]:
-    return {name: sum(getattr(item.bullet, name) for item in kept) for name in ("helpful", "harmful")}
+def _votes(ranked: Sequence[Ranked]) -> dict[str, Json]:
+    return {name: sum(getattr(item.bullet, name) for item in ranked) for name in ("helpful", "harmful")}
 
 
 def _quantile(values: Sequence[float], share: float) -> float | None:

@@ -187,9 +187,9 @@ class _Job:
             result[name][part] = value
         name, parts = shards.name_of(shard, self._shards), []
         for part, numbers in sorted(result["kept"].items()):
-            kept = _flags(numbers)
-            kept[result["dropped"].get(part, numbers[:0])] = False
-            parts.append(shards.ShardPart(part=self.parts[part], kept=kept, first=result["first"][part]))
+            retained = _flags(numbers)
+            retained[result["dropped"].get(part, numbers[:0])] = False
+            parts.append(shards.ShardPart(part=self.parts[part], kept=retained, first=result["first"][part]))
         if not any(item.kept.any() for item in parts):
             return _ALL, {}
         if (whole := self.files.done(name)) is not None:

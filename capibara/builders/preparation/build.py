@@ -102,12 +102,12 @@ class HashParts:
         _write_sketched(self.scratch, part, sketched, self.settings)
         self._write(part, hashed)
 
-    def _write(self, part: CorpusPart, found: stages.Hashed) -> None:
+    def _write(self, part: CorpusPart, hashed: stages.Hashed) -> None:
         with self.scratch.write(_exact(part.number)) as file:
-            file.write(tables.encoded(found.keys, found.documents))
-            file.records = found.count
-            file.counts.update(keys=len(found.documents), text_bytes=found.text_bytes, last_lines=found.last_lines)
-            file.problems.merge(found.problems)
+            file.write(tables.encoded(hashed.keys, hashed.documents))
+            file.records = hashed.count
+            file.counts.update(keys=len(hashed.documents), text_bytes=hashed.text_bytes, last_lines=hashed.last_lines)
+            file.problems.merge(hashed.problems)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +123,15 @@ class SketchParts:
             _write_sketched(self.scratch, task.part, result, self.settings)
 
 
-def _write_sketched(scratch: Parts, part: CorpusPart, found: stages.Sketched, settings: CorpusPreparation) -> None:
+def _write_sketched(scratch: Parts, part: CorpusPart, sketched: stages.Sketched, settings: CorpusPreparation) -> None:
     with scratch.write(_near(part.number)) as file:
-        file.write(found.documents.astype("<u4").tobytes())
+        file.write(sketched.documents.astype("<u4").tobytes())
         if settings.near is not None:
-            for key in near.keys(found.signatures, settings.near):
-                file.write(tables.encoded(key[None], found.documents))
-            file.write(found.signatures.astype("<u4").tobytes())
-        file.records = len(found.documents)
-        file.counts.update(found.dropped)
+            for key in near.keys(sketched.signatures, settings.near):
+                file.write(tables.encoded(key[None], sketched.documents))
+            file.write(sketched.signatures.astype("<u4").tobytes())
+        file.records = len(sketched.documents)
+        file.counts.update(sketched.dropped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,13 +266,13 @@ class _Build:
         counts["exact_duplicates"] = sum(sizes) - int(np.count_nonzero(retained))
         return retained
 
-    def _filter(self, kept: np.ndarray, counts: collections.Counter[str]) -> np.ndarray:
+    def _filter(self, retained: np.ndarray, counts: collections.Counter[str]) -> np.ndarray:
         """[n] bool: the documents that the filters keep."""
         if not self._settings.filters:
-            return kept
-        tasks = (self._kept_part(part, kept) for part in self._parts)
+            return retained
+        tasks = (self._kept_part(part, retained) for part in self._parts)
         self._each("filtering documents", SketchParts(self._output.scratch, self._settings), tasks)
-        result, wholes = np.zeros_like(kept), self._wholes()
+        result, wholes = np.zeros_like(retained), self._wholes()
         for part in self._parts:
             about = wholes[_near(part.number)]
             numbers = np.fromfile(self._output.scratch.path(_near(part.number)), "<u4", about.file.records)
@@ -281,7 +281,7 @@ class _Build:
             counts["filtered"] += sum(about.counts.values())
         return result
 
-    def _near(self, kept: np.ndarray, settings: near.NearDuplicates, counts: collections.Counter[str]) -> None:
+    def _near(self, retained: np.ndarray, settings: near.NearDuplicates, counts: collections.Counter[str]) -> None:
         """Clears the documents that are similar to an earlier one."""
         wholes = self._wholes()
         sizes = [wholes[_near(part.number)].file.records for part in self._parts]
@@ -289,21 +289,21 @@ class _Build:
         find = FindPairs(self._output.scratch, settings, self._offsets, sizes)
         self._each("finding similar documents", find, tasks)
         path = os.path.join(self._output.scratch.folder, "groups")
-        groups = near.Groups(np.memmap(path, np.int64, "w+", shape=(len(kept),)))
+        groups = near.Groups(np.memmap(path, np.int64, "w+", shape=(len(retained),)))
         for band, within in tasks:
             name = _pairs(band, within)
             item, other = np.fromfile(self._output.scratch.path(name), "<i8").reshape(2, -1)
             groups.join(item, other)
-        before = np.count_nonzero(kept)
+        before = np.count_nonzero(retained)
         for begin, end in zip(self._offsets[:-1].tolist(), self._offsets[1:].tolist()):
-            kept[begin:end] &= groups.first(np.arange(begin, end)) == np.arange(begin, end)
-        counts["near_duplicates"] = int(before - np.count_nonzero(kept))
+            retained[begin:end] &= groups.first(np.arange(begin, end)) == np.arange(begin, end)
+        counts["near_duplicates"] = int(before - np.count_nonzero(retained))
 
-    def _shards(self, kept: np.ndarray) -> None:
+    def _shards(self, retained: np.ndarray) -> None:
         together, tasks = self._settings.shard_parts, []
         groups = [self._parts[at : at + together] for at in range(0, len(self._parts), together)]
         for number, group in enumerate(groups):
-            parts = [(self._kept_part(part, kept), int(self._offsets[part.number])) for part in group]
+            parts = [(self._kept_part(part, retained), int(self._offsets[part.number])) for part in group]
             if any(any(item.bits) for item, _ in parts):
                 tasks.append((shards.name_of(number, len(groups)), parts))
         self._each("writing shards", WriteShards(self._output.parts, self._settings), tasks)
@@ -312,9 +312,9 @@ class _Build:
             of_shards = {name: wholes[name] for name, _ in tasks}
             file.write(summary.index(self._settings, self._parts, self._summaries, of_shards))
 
-    def _kept_part(self, part: CorpusPart, kept: np.ndarray) -> KeptPart:
+    def _kept_part(self, part: CorpusPart, retained: np.ndarray) -> KeptPart:
         begin, end = self._offsets[part.number : part.number + 2].tolist()
-        return KeptPart(part, np.packbits(kept[begin:end]).tobytes(), end - begin)
+        return KeptPart(part, np.packbits(retained[begin:end]).tobytes(), end - begin)
 
     def _each(self, topic: str, run: Callable[[T], None], tasks: Iterable[T]) -> None:
         tasks = list(tasks)

@@ -106,9 +106,9 @@ def _signatures(texts: Sequence[str], settings: NearDuplicates) -> np.ndarray:
     return np.frombuffer(rows, np.uint32).reshape(len(texts), settings.permutations)
 
 
-def keys(found: np.ndarray, settings: NearDuplicates) -> np.ndarray:
+def keys(signatures: np.ndarray, settings: NearDuplicates) -> np.ndarray:
     """The key of each band of signatures [n, permutations], [bands, n] uint64."""
-    bands = found.reshape(len(found), settings.bands, settings.rows).astype(np.uint64)
+    bands = signatures.reshape(len(signatures), settings.bands, settings.rows).astype(np.uint64)
     key = np.broadcast_to(np.arange(settings.bands, dtype=np.uint64), bands.shape[:2])
     for row in range(settings.rows):
         key = shingles.mixed(key ^ bands[:, :, row])

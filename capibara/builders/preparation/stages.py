@@ -105,16 +105,18 @@ def _hash(part: CorpusPart, settings: CorpusPreparation, on_new: Callable[[int, 
     )
 
 
-def kept_documents(part: CorpusPart, settings: CorpusPreparation, kept: np.ndarray) -> Iterator[tuple[int, Document]]:
+def kept_documents(
+    part: CorpusPart, settings: CorpusPreparation, retained: np.ndarray
+) -> Iterator[tuple[int, Document]]:
     """Reads the documents of a part that are still kept, and their numbers; `kept`: [n] bool, of the first n."""
     for number, document in enumerate(PartReader(part, settings.fields)):
-        if number == len(kept):
+        if number == len(retained):
             return
-        if kept[number]:
+        if retained[number]:
             yield number, document
 
 
-def sketch_part(part: CorpusPart, settings: CorpusPreparation, kept: np.ndarray) -> Sketched:
+def sketch_part(part: CorpusPart, settings: CorpusPreparation, retained: np.ndarray) -> Sketched:
     """Filters the documents of a part, and makes the signatures of the others; `kept`: [n] bool, no exact duplicates.
 
     Raises:
@@ -122,7 +124,7 @@ def sketch_part(part: CorpusPart, settings: CorpusPreparation, kept: np.ndarray)
     """
     sketcher = _Sketcher(settings.near)
     dropped: collections.Counter[str] = collections.Counter()
-    for number, document in kept_documents(part, settings, kept):
+    for number, document in kept_documents(part, settings, retained):
         text = filters.judge(document.text, settings.filters, dropped)
         if text is not None:
             sketcher.add(number, normalized(text))

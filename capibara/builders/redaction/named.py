@@ -39,91 +39,91 @@ _BEFORE_NAME = re.compile(r"\s*(?:(?:ENV|ARG|setx|setenv|set\s+-\w{1,3}|config\s
 _WORDS = re.compile(r"[A-Za-z]+(?:[_-][A-Za-z]+)*")
 
 
-def _is_literal(found: re.Match[str]) -> bool:
+def _is_literal(match: re.Match[str]) -> bool:
     """Whether a quoted text assigned to a name is a secret."""
-    value = found["value"]
-    if _names_another(found) or is_placeholder(value):
+    value = match["value"]
+    if _names_another(match) or is_placeholder(value):
         return False
-    if found["equals"] == "," and not is_random(value, 2.5):
+    if match["equals"] == "," and not is_random(value, 2.5):
         return False  # the next item of a list
-    return _is_password(value) if found["password"] else _is_key(value)
+    return _is_password(value) if match["password"] else _is_key(value)
 
 
-def _is_bare(found: re.Match[str]) -> bool:
+def _is_bare(match: re.Match[str]) -> bool:
     """Whether a text without quotes, as in an environment variable, is a secret and no expression of a program."""
-    value = found["value"]
-    if _names_another(found) or is_placeholder(value) or IDENTIFIER_PATH.fullmatch(value):
+    value = match["value"]
+    if _names_another(match) or is_placeholder(value) or IDENTIFIER_PATH.fullmatch(value):
         return False
-    if found["password"]:
-        is_shell = found["name"].isupper() and found["equals"] == "="
-        is_number = value.isdigit() and found["name"].lower() in ("password", "passwd", "passcode", "pwd")
+    if match["password"]:
+        is_shell = match["name"].isupper() and match["equals"] == "="
+        is_number = value.isdigit() and match["name"].lower() in ("password", "passwd", "passcode", "pwd")
         return _is_password(value) and len(value) >= 6 and (is_shell or is_number or is_random(value, 2.0))
     return _is_key(value)
 
 
-def _is_flag(found: re.Match[str]) -> bool:
-    value = found["value"]
-    before = found.string[max(0, found.start() - 40) : found.start()]
+def _is_flag(match: re.Match[str]) -> bool:
+    value = match["value"]
+    before = match.string[max(0, match.start() - 40) : match.start()]
     if _FLAG.search(before) is None or is_placeholder(value) or value.startswith("-"):
         return False
-    if found["name"].lower() == "key" and not found["rest"]:
+    if match["name"].lower() == "key" and not match["rest"]:
         return _is_key(value)  # `tool --key VALUE`: a name that stands for much else
-    if _names_another(found):
+    if _names_another(match):
         return False
-    if found["name"].lower() in ("secret", "token") and len(value) >= 8 and is_random(value, 2.5):
+    if match["name"].lower() in ("secret", "token") and len(value) >= 8 and is_random(value, 2.5):
         return _is_password(value)
-    return len(value) >= 4 and (_is_password(value) if found["password"] else _is_key(value))
+    return len(value) >= 4 and (_is_password(value) if match["password"] else _is_key(value))
 
 
-def _is_laid_out(found: re.Match[str]) -> bool:
+def _is_laid_out(match: re.Match[str]) -> bool:
     """Whether what stands beside a name in a table, a pair, or on the next line is a secret: less sure than after "="."""
-    value, line = found["value"], found.string[found.string.rfind("\n", 0, found.start()) + 1 : found.start()]
-    if _names_another(found) or is_placeholder(value) or _PLACE.fullmatch(value):
+    value, line = match["value"], match.string[match.string.rfind("\n", 0, match.start()) + 1 : match.start()]
+    if _names_another(match) or is_placeholder(value) or _PLACE.fullmatch(value):
         return False
-    if found["space"] and not _BEFORE_NAME.fullmatch(line):
+    if match["space"] and not _BEFORE_NAME.fullmatch(line):
         return False
-    if found["alone"] is not None and (found["space"] or found["line"]) and found["alone"].strip(" \t\r\"'`,;)"):
+    if match["alone"] is not None and (match["space"] or match["line"]) and match["alone"].strip(" \t\r\"'`,;)"):
         return False
-    return _is_shown(found, value)
+    return _is_shown(match, value)
 
 
-def _is_pair(found: re.Match[str]) -> bool:
-    return not (_names_another(found) or is_placeholder(found["value"])) and _is_shown(found, found["value"])
+def _is_pair(match: re.Match[str]) -> bool:
+    return not (_names_another(match) or is_placeholder(match["value"])) and _is_shown(match, match["value"])
 
 
-def _is_shown(found: re.Match[str], value: str) -> bool:
-    if found["password"]:
+def _is_shown(match: re.Match[str], value: str) -> bool:
+    if match["password"]:
         return _is_password(value) and len(value) >= 6 and is_random(value, 2.0)
     return _is_key(value)
 
 
-def _is_named_password(found: re.Match[str]) -> bool:
-    return not is_placeholder(found["value"]) and _is_password(found["value"])
+def _is_named_password(match: re.Match[str]) -> bool:
+    return not is_placeholder(match["value"]) and _is_password(match["value"])
 
 
-def _is_element(found: re.Match[str]) -> bool:
-    value = found["value"]
-    if _is_about_it(found) or is_placeholder(value):
+def _is_element(match: re.Match[str]) -> bool:
+    value = match["value"]
+    if _is_about_it(match) or is_placeholder(value):
         return False
-    return _is_password(value) if found["password"] else _is_key(value)
+    return _is_password(value) if match["password"] else _is_key(value)
 
 
-def _is_number(found: re.Match[str]) -> bool:
-    return bool(found["password"]) and not _names_another(found) and not is_placeholder(found["value"])
+def _is_number(match: re.Match[str]) -> bool:
+    return bool(match["password"]) and not _names_another(match) and not is_placeholder(match["value"])
 
 
-def _names_another(found: re.Match[str]) -> bool:
-    if found.string.endswith("<", 0, found.start("name")):
+def _names_another(match: re.Match[str]) -> bool:
+    if match.string.endswith("<", 0, match.start("name")):
         return True  # our own placeholder
-    return _is_about_it(found)
+    return _is_about_it(match)
 
 
-def _is_about_it(found: re.Match[str]) -> bool:
-    if found["name"].lower().startswith("key"):
-        before = found.string[max(0, found.start("name") - 12) : found.start("name")].lower().rstrip("_-. ")
+def _is_about_it(match: re.Match[str]) -> bool:
+    if match["name"].lower().startswith("key"):
+        before = match.string[max(0, match.start("name") - 12) : match.start("name")].lower().rstrip("_-. ")
         if not before.endswith(_KEY_OF):
             return True
-    rest = found["rest"]
+    rest = match["rest"]
     return bool(rest) and _OF_IT.fullmatch(rest) is not None
 
 

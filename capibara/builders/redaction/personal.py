@@ -40,9 +40,9 @@ _PHONE = re.compile(
 _VERSION = re.compile(r"(?i)(?:version|ver|v|release|sections?|chapter|==|>=|<=|~=|rev|build)[\s:=\"']{0,4}$")
 
 
-def _is_address(found: re.Match[str]) -> bool:
-    text, (start, end) = found.string, found.span()
-    name, host = found[1].lower(), found[2].lower()
+def _is_address(match: re.Match[str]) -> bool:
+    text, (start, end) = match.string, match.span()
+    name, host = match[1].lower(), match[2].lower()
     if name in _SERVICES or _EXAMPLE_HOST.fullmatch(host):
         return False
     last = host.rpartition(".")[2]
@@ -56,67 +56,67 @@ def _is_address(found: re.Match[str]) -> bool:
     return re.search(r"://[^\s@/?#]*$", before) is None  # a password in a URL
 
 
-def _is_phone(found: re.Match[str]) -> bool:
-    digits = [c for c in found[0] if c.isdigit()]
-    least, most = (10, 15) if any(c in " .-()" for c in found[0]) else (11, 13)
+def _is_phone(match: re.Match[str]) -> bool:
+    digits = [c for c in match[0] if c.isdigit()]
+    least, most = (10, 15) if any(c in " .-()" for c in match[0]) else (11, 13)
     is_number = least <= len(digits) <= most and digits[0] != "0" and len(set(digits)) > 3
-    return is_number and "555-01" not in found[0]
+    return is_number and "555-01" not in match[0]
 
 
-def _is_national_phone(found: re.Match[str]) -> bool:
-    return len({c for c in found[0] if c.isdigit()}) > 3 and "555-01" not in found[0]
+def _is_national_phone(match: re.Match[str]) -> bool:
+    return len({c for c in match[0] if c.isdigit()}) > 3 and "555-01" not in match[0]
 
 
-def _is_named_phone(found: re.Match[str]) -> bool:
-    if _PHONE.search(found.string, max(0, found.start() - 30), found.start()) is None:
+def _is_named_phone(match: re.Match[str]) -> bool:
+    if _PHONE.search(match.string, max(0, match.start() - 30), match.start()) is None:
         return False
-    digits = [c for c in found[0] if c.isdigit()]
-    return 7 <= len(digits) <= 15 and len(set(digits)) > 3 and re.match(r"\d{4}-\d\d-\d\d", found[0]) is None
+    digits = [c for c in match[0] if c.isdigit()]
+    return 7 <= len(digits) <= 15 and len(set(digits)) > 3 and re.match(r"\d{4}-\d\d-\d\d", match[0]) is None
 
 
-def _is_card(found: re.Match[str]) -> bool:
-    digits = "".join(c for c in found[0] if c.isdigit())
-    parts = tuple(map(len, re.split(r"[ -]", found[0])))
+def _is_card(match: re.Match[str]) -> bool:
+    digits = "".join(c for c in match[0] if c.isdigit())
+    parts = tuple(map(len, re.split(r"[ -]", match[0])))
     if _CARD.fullmatch(digits) is None or (len(parts) > 1 and parts not in _GROUPS) or len(set(digits)) < 2:
         return False
     doubled = [int(c) * (2 - (i % 2)) for i, c in enumerate(reversed(digits), 1)]
     return sum(item - 9 if item > 9 else item for item in doubled) % 10 == 0
 
 
-def _is_iban(found: re.Match[str]) -> bool:
-    text = found[0].replace(" ", "")
+def _is_iban(match: re.Match[str]) -> bool:
+    text = match[0].replace(" ", "")
     if text[:2] not in _IBAN_CODES or not 15 <= len(text) <= 34:
         return False
     return int("".join(str(int(c, 36)) for c in text[4:] + text[:4])) % 97 == 1
 
 
-def _is_public_ipv4(found: re.Match[str]) -> bool:
+def _is_public_ipv4(match: re.Match[str]) -> bool:
     try:
-        address = ipaddress.IPv4Address(found[0])
+        address = ipaddress.IPv4Address(match[0])
     except ValueError:
         return False
     if (
         not address.is_global
         or address.is_multicast
-        or found[0] in ("8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9")
+        or match[0] in ("8.8.8.8", "8.8.4.4", "1.1.1.1", "1.0.0.1", "9.9.9.9")
     ):
         return False
     return (
-        int(found[0].partition(".")[0]) > 4
-        and _VERSION.search(found.string, max(0, found.start() - 16), found.start()) is None
+        int(match[0].partition(".")[0]) > 4
+        and _VERSION.search(match.string, max(0, match.start() - 16), match.start()) is None
     )
 
 
-def _is_public_ipv6(found: re.Match[str]) -> bool:
+def _is_public_ipv6(match: re.Match[str]) -> bool:
     try:
-        address = ipaddress.IPv6Address(found[0])
+        address = ipaddress.IPv6Address(match[0])
     except ValueError:
         return False
-    return address.is_global and not address.is_multicast and int(address) >> 125 == 1 and len(found[0]) >= 12
+    return address.is_global and not address.is_multicast and int(address) >> 125 == 1 and len(match[0]) >= 12
 
 
-def _is_person(found: re.Match[str]) -> bool:
-    name = found[1]
+def _is_person(match: re.Match[str]) -> bool:
+    name = match[1]
     return name.lower() not in _NOBODY and not name.startswith((".", "$", "%", "<", "{"))
 
 

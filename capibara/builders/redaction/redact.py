@@ -102,26 +102,26 @@ class Scope:
             redacted[text] = self._replaced(text, spans)
         return redacted
 
-    def _counts(self, found: Found) -> bool:
-        return found.kind not in self._settings.keep and found.value not in self._settings.allow
+    def _counts(self, finding: Found) -> bool:
+        return finding.kind not in self._settings.keep and finding.value not in self._settings.allow
 
     def _member(self, text: str) -> Found:
         return Found(
             start=0, end=len(text), kind="named_secret", category=Category.SECRET, value=text, rank=_MEMBER_RANK
         )
 
-    def _learn(self, found: Found) -> None:
-        if found.category is not Category.SECRET or found.value in self._known:
+    def _learn(self, finding: Found) -> None:
+        if finding.category is not Category.SECRET or finding.value in self._known:
             return
         # A password may be a common word, which stands elsewhere for itself.
-        least = 14 if found.value.isalpha() else 6 if is_random(found.value, 2.0) else 8
-        if len(found.value) >= least:
+        least = 14 if finding.value.isalpha() else 6 if is_random(finding.value, 2.0) else 8
+        if len(finding.value) >= least:
             if len(self._known) >= _KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[found.value] = found
+            self._known[finding.value] = finding
 
-    def _with_known(self, text: str, found: list[Found]) -> list[Found]:
-        spans = list(found)
+    def _with_known(self, text: str, findings: list[Found]) -> list[Found]:
+        spans = list(findings)
         for value, item in self._known.items():
             at = text.find(value)
             while at >= 0:
@@ -138,13 +138,13 @@ class Scope:
             at = span.end
         return "".join([*parts, text[at:]]) if spans else text
 
-    def _placeholder(self, found: Found) -> str:
-        placeholder = self._placeholders.get(found.value)
+    def _placeholder(self, finding: Found) -> str:
+        placeholder = self._placeholders.get(finding.value)
         if placeholder is None:
-            key = (found.category, found.kind)
+            key = (finding.category, finding.kind)
             self._next[key] += 1
-            placeholder = f"<{found.category}:{found.kind}:{self._next[key]}>"
-            self._placeholders[found.value] = placeholder
+            placeholder = f"<{finding.category}:{finding.kind}:{self._next[key]}>"
+            self._placeholders[finding.value] = placeholder
         return placeholder
 
 

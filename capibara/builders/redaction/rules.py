@@ -49,9 +49,9 @@ class Rule:
     margin: tuple[int, int] = (1, 2)
     anchor: re.Pattern[str] | None = None
 
-    def kind_of(self, found: re.Match[str]) -> str:
+    def kind_of(self, match: re.Match[str]) -> str:
         """The kind of a match: "password" where the name beside it says so."""
-        return "password" if "password" in self.pattern.groupindex and found["password"] else self.kind
+        return "password" if "password" in self.pattern.groupindex and match["password"] else self.kind
 
 
 # One pass finds the runs of characters that may be a token; the many rules then look at these alone.
@@ -118,18 +118,18 @@ def _rule(
     return Rule(kind=kind, pattern=re.compile(pattern), gates=gates, check=check, group=1, within=within)
 
 
-def _is_openai(found: re.Match[str]) -> bool:
-    return is_random(found[0], 3.5)
+def _is_openai(match: re.Match[str]) -> bool:
+    return is_random(match[0], 3.5)
 
 
-def _is_jwt(found: re.Match[str]) -> bool:
+def _is_jwt(match: re.Match[str]) -> bool:
     """Whether the header decodes; the payload may be cut off."""
-    head = decoded_base64(found[0].partition(".")[0])
+    head = decoded_base64(match[0].partition(".")[0])
     return head is not None and head.startswith("{") and '"' in head
 
 
-def _is_mixed(found: re.Match[str]) -> bool:
-    value = found[found.re.groups]
+def _is_mixed(match: re.Match[str]) -> bool:
+    value = match[match.re.groups]
     return (
         any(c.isdigit() for c in value)
         and any(c.islower() for c in value)
@@ -138,17 +138,17 @@ def _is_mixed(found: re.Match[str]) -> bool:
     )
 
 
-def _is_basic(found: re.Match[str]) -> bool:
-    decoded = decoded_base64(found[1])
+def _is_basic(match: re.Match[str]) -> bool:
+    decoded = decoded_base64(match[1])
     return decoded is not None and ":" in decoded
 
 
-def _is_credential(found: re.Match[str]) -> bool:
-    return not is_placeholder(found[1])
+def _is_credential(match: re.Match[str]) -> bool:
+    return not is_placeholder(match[1])
 
 
-def _is_long_credential(found: re.Match[str]) -> bool:
-    return not is_placeholder(found[1]) and is_random(found[1]) and IDENTIFIER_PATH.fullmatch(found[1]) is None
+def _is_long_credential(match: re.Match[str]) -> bool:
+    return not is_placeholder(match[1]) and is_random(match[1]) and IDENTIFIER_PATH.fullmatch(match[1]) is None
 
 
 GITLAB_GATES = (

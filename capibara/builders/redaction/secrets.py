@@ -257,9 +257,9 @@ def _is_generated(value: str) -> bool:
     return sum(abs(step) <= 1 for step in steps) < len(value) / 4
 
 
-def _merged(found: Sequence[Found]) -> list[Found]:
+def _merged(findings: Sequence[Found]) -> list[Found]:
     merged: list[Found] = []
-    for item in sorted(found, key=lambda entry: (entry.start, entry.end, entry.rank)):
+    for item in sorted(findings, key=lambda entry: (entry.start, entry.end, entry.rank)):
         if not merged or item.start >= merged[-1].end:
             merged.append(item)
             continue

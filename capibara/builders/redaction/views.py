@@ -71,11 +71,11 @@ def views_of(text: str) -> Iterator[View]:
                 yield joined
 
 
-def _decoded(found: re.Match[str]) -> str:
-    if found[3]:
-        return _PLAIN.get(found[3], found[3])
-    code = int(found[5]) if found[5] else int(found[1] or found[2] or found[4], 16)
-    return chr(code) if 0x20 <= code < 0xD800 or code in (9, 10, 13) else found[0][:1]
+def _decoded(match: re.Match[str]) -> str:
+    if match[3]:
+        return _PLAIN.get(match[3], match[3])
+    code = int(match[5]) if match[5] else int(match[1] or match[2] or match[4], 16)
+    return chr(code) if 0x20 <= code < 0xD800 or code in (9, 10, 13) else match[0][:1]
 
 
 def _replaced(

@@ -130,14 +130,14 @@ def _read(
         workers.each(reader, todo, lambda: progress(next(done), len(paths)))
 
 
-def _write_reports(output: Output, chosen: selection.Selection, found: Scratch, paths: list[str]) -> None:
+def _write_reports(output: Output, chosen: selection.Selection, scratch: Scratch, paths: list[str]) -> None:
     """Writes what was excluded and what was linked."""
     with output.part("contaminated.jsonl") as part:
-        for number in range(found.files):
-            with open(found.path("contaminated", number), "rb") as file:
+        for number in range(scratch.files):
+            with open(scratch.path("contaminated", number), "rb") as file:
                 for line in file:
                     part.write(line)
                     part.records += 1
     with output.part("leaks.jsonl") as part:
-        for record in files.leaks(chosen, found, paths):
+        for record in files.leaks(chosen, scratch, paths):
             part.write_record(record)

@@ -248,9 +248,9 @@ def _sorted(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray,
     return keys[order], owners[order]
 
 
-def _hashes(found: Sequence[str]) -> np.ndarray:
+def _hashes(texts: Sequence[str]) -> np.ndarray:
     """[n] uint64, a hash of each word, the same in every process."""
-    return mix(np.fromiter((zlib.crc32(word.encode("utf-8", "replace")) for word in found), np.uint64, len(found)))
+    return mix(np.fromiter((zlib.crc32(word.encode("utf-8", "replace")) for word in texts), np.uint64, len(texts)))
 
 
 def _grams(hashes: np.ndarray, size: int) -> np.ndarray:

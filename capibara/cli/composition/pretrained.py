@@ -125,18 +125,18 @@ def built(
     return config.build(Trainer)
 
 
-def _text(found: Pretrained) -> str:
+def _text(pretrained: Pretrained) -> str:
     from capibara.config import written
 
-    lines = [*written.bindings(found.model), f"Trainer.model = @{type(found.model).__name__}()"]
-    return "\n".join([*lines, *written.bindings(found.vocabulary)]) + "\n"
+    lines = [*written.bindings(pretrained.model), f"Trainer.model = @{type(pretrained.model).__name__}()"]
+    return "\n".join([*lines, *written.bindings(pretrained.vocabulary)]) + "\n"
 
 
-def _text_of_teacher(found: Pretrained) -> str:
+def _text_of_teacher(pretrained: Pretrained) -> str:
     from capibara.config import written
 
     scope = TEACHER.lower()
-    parts: dict[str, Dataclass] = {"model": found.model, "vocabulary": found.vocabulary}
+    parts: dict[str, Dataclass] = {"model": pretrained.model, "vocabulary": pretrained.vocabulary}
     lines = [line for part in parts.values() for line in written.bindings(part, scope)]
     lines += [f"Teacher.{name} = @{scope}/{type(part).__name__}()" for name, part in parts.items()]
-    return "\n".join([*lines, f"Teacher.path = {found.path!r}", "Distillation.teacher = @Teacher()"]) + "\n"
+    return "\n".join([*lines, f"Teacher.path = {pretrained.path!r}", "Distillation.teacher = @Teacher()"]) + "\n"

@@ -55,8 +55,8 @@ def manage(
     """
     with StatusLine() as line:
 
-        def show(found: Sequence[Record]) -> None:
-            if live := [item for item in found if not item.state.is_final]:
+        def show(records: Sequence[Record]) -> None:
+            if live := [item for item in records if not item.state.is_final]:
                 topic, detail = progress(live, time.time())
                 room = shutil.get_terminal_size().columns - len(topic) - 3  # a line that is wrapped cannot be cleared
                 line.show(topic, detail if not sys.stderr.isatty() else detail[: max(0, room)])
@@ -69,9 +69,9 @@ def manage(
             raise
 
 
-def exit_code(found: Sequence[Record]) -> int:
+def exit_code(records: Sequence[Record]) -> int:
     """Prints an error for each job that has failed; returns 0 if there is none."""
-    failed = [entry for entry in found if entry.state is State.FAILED]
+    failed = [entry for entry in records if entry.state is State.FAILED]
     for item in failed:
         print(f"error: job {item.name} has failed: {printable(item.reason)}", file=sys.stderr)
     return exits.EXIT_FAULT if failed else 0
@@ -132,10 +132,10 @@ def as_json(record: Record, now_s: float) -> dict[str, object]:
     }
 
 
-def table(found: Sequence[Record], now_s: float) -> str:
+def table(records: Sequence[Record], now_s: float) -> str:
     """Jobs as a table of text."""
     rows = [_HEAD]
-    for item in found:
+    for item in records:
         try:
             backend, spec = item.spec()
             where, slice_, reason = backend.name, spec.slice_.name, printable(item.reason)

@@ -62,14 +62,14 @@ def median(values_RC: jax.Array, chosen_R: jax.Array) -> jax.Array:
     return jnp.where(count % 2 == 1, low, jnp.where(count > 0, 0.5 * low + 0.5 * high, 0.0))
 
 
-def mean_around_median(values_RC: jax.Array, chosen_R: jax.Array, kept: jax.Array) -> jax.Array:
+def mean_around_median(values_RC: jax.Array, chosen_R: jax.Array, retained: jax.Array) -> jax.Array:
     """The mean [C] of the `kept` chosen values that are nearest to the median of each coordinate.
 
     Of two values that are equally far the smaller is nearer, whichever node sent it.
     """
     gap_RC = jnp.where(chosen_R[:, None], jnp.abs(values_RC - median(values_RC, chosen_R)), jnp.inf)
     _, nearest_RC = jax.lax.sort((gap_RC, values_RC), dimension=0, num_keys=2)
-    return _mean_between(nearest_RC, jnp.int32(0), kept)
+    return _mean_between(nearest_RC, jnp.int32(0), retained)
 
 
 def _sorted(values_RC: jax.Array, chosen_R: jax.Array) -> jax.Array:

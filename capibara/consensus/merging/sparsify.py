@@ -77,12 +77,12 @@ def probabilities(offset: Array, density: float, spread: float) -> Array:
     return (density - spread + share * 2 * spread).astype(np.float32).reshape(offset.shape)
 
 
-def rescaled(offset: Array, kept: Array, rescale: Rescale, least: float = 0.0) -> Array:
+def rescaled(offset: Array, retained: Array, rescale: Rescale, least: float = 0.0) -> Array:
     """Kept values with the sum of magnitudes of the whole offset, for Rescale.NORM; unchanged otherwise.
 
     A sum of magnitudes that is 0 or less than `least` is not scaled.
     """
     if rescale is not Rescale.NORM:
-        return kept
-    before, after = (float(np.abs(x).sum(dtype=np.float64)) for x in (offset, kept))
-    return kept if after == 0 or min(before, after) < least else np.float32(before / after) * kept
+        return retained
+    before, after = (float(np.abs(x).sum(dtype=np.float64)) for x in (offset, retained))
+    return retained if after == 0 or min(before, after) < least else np.float32(before / after) * retained

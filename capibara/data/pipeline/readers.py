@@ -94,9 +94,9 @@ class Reader(abc.ABC):
     def _samples(self) -> Iterator[Example]:
         """Examples by which to tell whether the corpus has text."""
 
-    def _checked(self, begin: int, found: Iterator[list[Found]]) -> Iterator[Numbered]:
+    def _checked(self, begin: int, rows: Iterator[list[Found]]) -> Iterator[Numbered]:
         text, any_text = begin - 1, False  # text: the number of the last document with text
-        for number, document in self._assembled(found):
+        for number, document in self._assembled(rows):
             if self._need(document) > 0:
                 text, any_text = number, True
             elif self._epochs is None and self._is_pass(text, number):

@@ -190,12 +190,12 @@ class Side:
                 raise
             self._lost(f"what the program answered cannot be read ({type(error).__name__})")
 
-    def _result(self, kind: str, found: list[wire.Json], args: tuple[object, ...]) -> object:
+    def _result(self, kind: str, described: list[wire.Json], args: tuple[object, ...]) -> object:
         if kind == "error":
-            raise self._error(*found)
+            raise self._error(*described)
         if kind != "ok":
             raise ValueError(kind)
-        value, changed = found
+        value, changed = described
         for number, new in map(wire.as_list, wire.as_list(changed)):
             _merge(args[wire.as_int(number)], wire.decode(new, self.resolve))
         if isinstance(value, list) and value[0] == "argument":

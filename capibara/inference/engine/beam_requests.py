@@ -138,10 +138,10 @@ class BeamSearcher:
         )
         return tree.byte_count(jax.eval_shape(start))
 
-    def _decodes(self, request: Request, found: beam_search.BeamResults) -> list[Decode]:
+    def _decodes(self, request: Request, results: beam_search.BeamResults) -> list[Decode]:
         return [
-            _decode(request, text[: int(found.steps)].tolist(), float(score))
-            for text, score, there in zip(found.texts, found.scores, found.there)
+            _decode(request, text[: int(results.steps)].tolist(), float(score))
+            for text, score, there in zip(results.texts, results.scores, results.there)
             if there
         ]
 

@@ -252,7 +252,7 @@ def _vocab(values: Mapping[str, Any]) -> dict[str, int]:
     return {token: i for i, token in enumerate(tokens) if not (kinds[i] == UNUSED and token == PADDING.format(i))}
 
 
-def _add_special(made: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+def _add_special(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Marks the tokens that are matched before splitting, and the special ones among them."""
     added = [
         tokenizers.AddedToken(token, special=kind != USER_DEFINED, normalized=False)
@@ -260,17 +260,17 @@ def _add_special(made: tokenizers.Tokenizer, tokens: Sequence[str], kinds: Seque
         # A user-defined token is matched before spaces are replaced, so one that contains the space mark never matches.
         if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and SPACE not in token)
     ]
-    made.add_tokens(added)
+    tokenizer.add_tokens(added)
 
 
-def _add_template(made: tokenizers.Tokenizer, special: Mapping[str, str], bos: bool, eos: bool) -> None:
+def _add_template(tokenizer: tokenizers.Tokenizer, special: Mapping[str, str], bos: bool, eos: bool) -> None:
     """Sets the tokens that enclose a text."""
     before = [special["bos"]] if bos and "bos" in special else []
     after = [special["eos"]] if eos and "eos" in special else []
     if before or after:
-        tokens = [(token, made.token_to_id(token)) for token in {*before, *after}]
+        tokens = [(token, tokenizer.token_to_id(token)) for token in {*before, *after}]
         single, pair = [*before, "$A", *after], [*before, "$A", *after, *before, "$B:1", *after]
-        made.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
+        tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
 
 
 def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, Any]:

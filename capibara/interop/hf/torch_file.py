@@ -202,8 +202,8 @@ def _state_dict(content: io.BytesIO) -> Mapping[str, Any]:
     return result
 
 
-def _slices(found: Mapping[str, Any]) -> list[_Slice]:
-    return [value for value in found.values() if isinstance(value, _Slice)]
+def _slices(header: Mapping[str, Any]) -> list[_Slice]:
+    return [value for value in header.values() if isinstance(value, _Slice)]
 
 
 def _cause(error: BaseException) -> str:

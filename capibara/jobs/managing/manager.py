@@ -141,9 +141,9 @@ class Manager:
             return False
         return True
 
-    def _visit(self, key: str, found: Sequence[Record], cancelled: set[str]) -> None:
+    def _visit(self, key: str, records: Sequence[Record], cancelled: set[str]) -> None:
         """One pass over the jobs of one place."""
-        place = self._places.find(key, found[0])
+        place = self._places.find(key, records[0])
         if place is None or not place.reads.breaker.allows(time.monotonic()):
             return
         try:
@@ -159,7 +159,7 @@ class Manager:
         by_job = collections.defaultdict[str, list[Resource]](list)
         for resource in resources:
             by_job[resource.job].append(resource)
-        steps = [self._pool.submit(self._step, place, job, by_job[job.name], job.name in cancelled) for job in found]
+        steps = [self._pool.submit(self._step, place, job, by_job[job.name], job.name in cancelled) for job in records]
         for step in steps:
             step.result()
 

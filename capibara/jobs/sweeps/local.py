@@ -108,8 +108,8 @@ class LocalLauncher:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             lines = file.read().decode("utf-8", errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.startswith("error: ")] or [line.strip() for line in lines]
-        return f"see {path}: {said[-1][:300]}" if said else f"see {path}"
+        errors = [line.strip() for line in lines if line.startswith("error: ")] or [line.strip() for line in lines]
+        return f"see {path}: {errors[-1][:300]}" if errors else f"see {path}"
 
 
 def logs_of(folder: str) -> str:

@@ -309,24 +309,24 @@ def _pages(pages: Iterable[_AnyPage]) -> Iterator[_AnyPage]:
         yield page
 
 
-def _resource(found: QueuedResource, nodes: Sequence[Node]) -> Resource:
-    state, is_denied = _word(found.state, "state"), False
+def _resource(resource: QueuedResource, nodes: Sequence[Node]) -> Resource:
+    state, is_denied = _word(resource.state, "state"), False
     phase, reason = _PHASES.get(state, Phase.WAITING), state
     if state == "ACTIVE":
         states = [_word(node, "state") for node in nodes]
         phase = Phase.PREEMPTED if any(word in _TAKEN for word in states) else phase
         reason = _line("; ".join(trouble for node in nodes for trouble in _troubles(node)))
     elif state == "FAILED":
-        error = found.state.failed_data.error
+        error = resource.state.failed_data.error
         reason = _line(error.message) or state
         is_quota = bool(_QUOTA.search(error.message)) and not _RATE.search(error.message)
         is_denied = is_quota or error.code in _DENIED_CODES or bool(_RIGHT.search(error.message))
     return Resource(
-        id=found.name,
-        labels=_labels(found),
+        id=resource.name,
+        labels=_labels(resource),
         phase=phase,
         reason=reason,
-        created_s=found.create_time.seconds + found.create_time.nanos / 1e9,
+        created_s=resource.create_time.seconds + resource.create_time.nanos / 1e9,
         is_denied=is_denied,
     )
 
@@ -338,8 +338,8 @@ def _troubles(node: Node) -> Iterator[str]:
             yield f"{_last(node.name)} is {word}{why}"
 
 
-def _labels(found: QueuedResource) -> dict[str, str]:
-    specs = found.tpu.node_spec
+def _labels(resource: QueuedResource) -> dict[str, str]:
+    specs = resource.tpu.node_spec
     return dict(specs[0].node.labels) if specs else {}
 
 

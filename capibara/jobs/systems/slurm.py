@@ -186,7 +186,7 @@ class SlurmCluster(System):
         inherits the lock and keeps it until it ends, is in a session of its own, which no Ctrl-C reaches, and has the whole
         script from a file, not a part of it from a pipe. For the same reason it is not killed if it takes too long.
         """
-        with tempfile.TemporaryFile() as whole, tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as whole, tempfile.TemporaryFile() as errors:
             whole.write(script.encode())
             whole.seek(0)
             try:
@@ -194,7 +194,7 @@ class SlurmCluster(System):
                     ["sbatch", "--parsable"],
                     stdin=whole,
                     stdout=subprocess.DEVNULL,
-                    stderr=said,
+                    stderr=errors,
                     env=_environment(script),
                     pass_fds=(lock,),
                     start_new_session=True,
@@ -207,8 +207,8 @@ class SlurmCluster(System):
                 threading.Thread(target=process.wait, daemon=True).start()
                 raise Busy(f"sbatch has not answered after {self._call_s:g} s") from None
             if code:
-                said.seek(0)
-                raise _fault("sbatch", said.read().decode(errors="replace"), UserError, _WRONG)
+                errors.seek(0)
+                raise _fault("sbatch", errors.read().decode(errors="replace"), UserError, _WRONG)
 
     def _run(self, *command: str) -> str:
         """What a command prints.
@@ -245,7 +245,7 @@ def _missing(command: str) -> UserError:
 
 
 def _fault(
-    command: str, said: str, other: type[Exception], fixes: Mapping[str, str] = types.MappingProxyType({})
+    command: str, output: str, other: type[Exception], fixes: Mapping[str, str] = types.MappingProxyType({})
 ) -> Exception:
     """The error for what a command says.
 
@@ -255,21 +255,21 @@ def _fault(
       other: the error for messages that are none of the known ones.
       fixes: of those; pattern -> what the user can do.
     """
-    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in said.splitlines())
+    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in output.splitlines())
     text = f"{command}: {'; '.join(filter(None, lines))[:_LONGEST] or 'it has failed without a message'}"
-    if _NOT_HERE.search(said):
+    if _NOT_HERE.search(output):
         return UserError(f"{text}: run this on a login node of the cluster")
-    if _BUSY.search(said):
+    if _BUSY.search(output):
         return Busy(text)
-    if fix := _first(_DENIED, said):
+    if fix := _first(_DENIED, output):
         return Denied(f"{text}: {fix}")
-    fix = _first(fixes, said)
+    fix = _first(fixes, output)
     return other(f"{text}: {fix}" if fix else text)
 
 
-def _first(texts: Mapping[str, str], said: str) -> str | None:
+def _first(texts: Mapping[str, str], output: str) -> str | None:
     """The text of the first pattern that a message has."""
-    return next((text for pattern, text in texts.items() if re.search(pattern, said, re.IGNORECASE)), None)
+    return next((text for pattern, text in texts.items() if re.search(pattern, output, re.IGNORECASE)), None)
 
 
 def _environment(script: str | None = None) -> dict[str, str]:

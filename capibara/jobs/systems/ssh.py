@@ -229,14 +229,14 @@ class SshHosts(System):
             raise Exists(f"{spec.name}, another attempt")
 
     def _start(self, host: str, script: bytes) -> int:
-        code, said, error = self._ssh(host, script, str(self._hosts.index(host)))
+        code, output, error = self._ssh(host, script, str(self._hosts.index(host)))
         if code == AGAIN:
             raise Busy(f"{host}: the job has not started yet{_reason(error)}")
         if code == MISSING:
             raise UserError(f"{host} lacks flock or setsid: install its package util-linux")
         if code not in (STARTED, EXISTS, OTHER):
             raise _failed(host, code, error)
-        if code == STARTED and MARK not in said.splitlines():
+        if code == STARTED and MARK not in output.splitlines():
             raise UserError(
                 f"{host} does not run what ssh passes to it: correct its authorized_keys, or name another host"
             )
@@ -293,12 +293,12 @@ class SshHosts(System):
 
     def _run(self, host: str, script: str) -> str:
         """What a script prints that is to succeed."""
-        code, said, error = self._ssh(host, script.encode())
+        code, output, error = self._ssh(host, script.encode())
         if code == AGAIN:
             raise Busy(f"{host}: another call changes the job")
         if code:
             raise _failed(host, code, error)
-        return said
+        return output
 
     def _ssh(self, host: str, script: bytes, *arguments: str) -> tuple[int, str, str]:
         """Runs a script of bash on a host; returns its exit code and what it prints, to stdout and to stderr.
@@ -379,14 +379,14 @@ def _fault(host: str, error: str) -> Exception:
     return Busy(f"{host} is not reached{_reason(error)}")
 
 
-def _read(host: str, said: str) -> list[_Seen]:
+def _read(host: str, output: str) -> list[_Seen]:
     """What a host has of all jobs, of what the list prints.
 
     Raises:
       Busy: that is not all of it: a job that is missed would be started again.
     """
     result, is_whole = [], False
-    for line in said.splitlines():
+    for line in output.splitlines():
         mark, *fields = line.split("\t", 3)
         if mark != MARK:  # a line of the user's .bashrc
             continue

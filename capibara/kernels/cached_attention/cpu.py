@@ -199,12 +199,12 @@ def _scores_of_pages(q_BKXH: jax.Array, keys_of: Part, capacity: int, size: int,
     """Products [B, K, X, capacity] of queries and keys in pages of this size; 0 where a slot has no page."""
     B, K, X, _ = q_BKXH.shape
 
-    def body(slot: jax.Array, entry: jax.Array, made: jax.Array) -> jax.Array:
+    def body(slot: jax.Array, entry: jax.Array, carry: jax.Array) -> jax.Array:
         k_1KPH = keys_of(slot, entry).astype(q_BKXH.dtype)
         q_1KXH = jax.lax.dynamic_index_in_dim(q_BKXH, slot)
         dims = (((3,), (3,)), ((0, 1), (0, 1)))
         new = jax.lax.dot_general(q_1KXH, k_1KPH, dims, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice(made, new, (slot, 0, 0, entry * size))
+        return jax.lax.dynamic_update_slice(carry, new, (slot, 0, 0, entry * size))
 
     return each(body, jnp.zeros((B, K, X, capacity), jnp.float32))
 
@@ -213,12 +213,12 @@ def _mixed_of_pages(w_BKXS: jax.Array, values_of: Part, head_size: int, size: in
     """Weighted sums [B, K, X, H] of the values in pages of this size."""
     B, K, X, _ = w_BKXS.shape
 
-    def body(slot: jax.Array, entry: jax.Array, made: jax.Array) -> jax.Array:
+    def body(slot: jax.Array, entry: jax.Array, carry: jax.Array) -> jax.Array:
         v_1KPH = values_of(slot, entry).astype(w_BKXS.dtype)
         w_1KXP = jax.lax.dynamic_slice(w_BKXS, (slot, 0, 0, entry * size), (1, K, X, size))
         dims = (((3,), (2,)), ((0, 1), (0, 1)))
         new = jax.lax.dot_general(w_1KXP, v_1KPH, dims, preferred_element_type=jnp.float32)
-        old = jax.lax.dynamic_index_in_dim(made, slot)
-        return jax.lax.dynamic_update_slice(made, old + new, (slot, 0, 0, 0))
+        old = jax.lax.dynamic_index_in_dim(carry, slot)
+        return jax.lax.dynamic_update_slice(carry, old + new, (slot, 0, 0, 0))
 
     return each(body, jnp.zeros((B, K, X, head_size), jnp.float32)).astype(w_BKXS.dtype)

@@ -212,10 +212,10 @@ def _log_probabilities_forward(
 
 
 def _log_probabilities_backward(
-    layout: Layout, softmax: Softmax, kept: tuple[jax.Array, jax.Array, jax.Array], upstream_BT: jax.Array
+    layout: Layout, softmax: Softmax, residuals: tuple[jax.Array, jax.Array, jax.Array], upstream_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None]:
-    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*kept, -upstream_BT, layout, Terms(), softmax)
-    return dhidden_BTD, None if dhead_VD is None else dhead_VD.astype(kept[1].dtype), None
+    _, (dhidden_BTD, dhead_VD, _) = _loss_forward(*residuals, -upstream_BT, layout, Terms(), softmax)
+    return dhidden_BTD, None if dhead_VD is None else dhead_VD.astype(residuals[1].dtype), None
 
 
 _log_probabilities.defvjp(_log_probabilities_forward, _log_probabilities_backward)

@@ -148,7 +148,7 @@ def stack_factors(
     return result
 
 
-def axes_of(model: PlainModel, found: tuple[Params, ...]) -> tuple[Params, ...]:
+def axes_of(model: PlainModel, layers: tuple[Params, ...]) -> tuple[Params, ...]:
     """The logical axes of the result of `stack_factors`."""
 
     def of_weight(part: str, last: str, factors: Params) -> dict[str, tuple[str | None, ...]]:
@@ -159,7 +159,7 @@ def axes_of(model: PlainModel, found: tuple[Params, ...]) -> tuple[Params, ...]:
 
     return tuple(
         {part: {last: of_weight(part, last, own) for last, own in of_part.items()} for part, of_part in layer.items()}
-        for layer in found
+        for layer in layers
     )
 
 

@@ -47,7 +47,7 @@ class Generates(Protocol):
     ) -> Cache:
         """An empty cache."""
 
-    def read(self, values: Sequence[Params], batch: Batch, kept: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
+    def read(self, values: Sequence[Params], batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         """The final hidden states [B, T, D] of new tokens, and the updated cache."""
 
 

@@ -78,7 +78,7 @@ class Lives:
         self._follow(train)
         return goodput.account([*self._closed, *self._open, *self._so_far.records(), self._last_record()])
 
-    def forget_rows(self, train: View, kept: int) -> None:
+    def forget_rows(self, train: View, count: int) -> None:
         """Sums up the open life's lines so far, when rows are dropped from memory.
 
         Args:
@@ -88,7 +88,7 @@ class Lives:
         if self._open:
             self._follow(train)
             self._open += self._so_far.records()
-            self._begin, self._so_far = kept, _Sums(self._so_far.last)
+            self._begin, self._so_far = count, _Sums(self._so_far.last)
 
     def _follow(self, train: View) -> None:
         """Adds the rows that are new since the last time."""

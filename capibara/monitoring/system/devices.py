@@ -95,6 +95,6 @@ def _on_a_device(array: jax.Array) -> int:
     return size * array.dtype.itemsize
 
 
-def listed(found: Iterable[Buffers]) -> str:
+def listed(buffers: Iterable[Buffers]) -> str:
     """The buffers in one line; "none" if there are none."""
-    return "; ".join(map(str, found)) or "none"
+    return "; ".join(map(str, buffers)) or "none"

@@ -98,8 +98,8 @@ class Feed:
         if not self._has_failed:
             self._has_failed = True
             text = " ".join(redact(str(error)).split())
-            said = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
-            self._hooks.failed(said[:_LONGEST_ERROR])
+            message = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+            self._hooks.failed(message[:_LONGEST_ERROR])
 
     def _session(self) -> None:
         """One attempt: starts the tracker, sends what it has not got, and follows the run to its end."""
@@ -152,10 +152,12 @@ class Feed:
             self._hooks.works(f"{self.label}: {self._state.url}")
         self._has_said, self._has_failed = True, False
 
-    def _save(self, found: TrackerState) -> None:
-        if found != self._state:
-            state.write(self._model_dir, self.label, found)  # first: a full disk must not make it count as written
-            self._state = found
+    def _save(self, tracker_state: TrackerState) -> None:
+        if tracker_state != self._state:
+            state.write(
+                self._model_dir, self.label, tracker_state
+            )  # first: a full disk must not make it count as written
+            self._state = tracker_state
 
     def _run(self) -> TrackedRun:
         text, bound = state.configuration(self._model_dir)

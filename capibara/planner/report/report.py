@@ -152,7 +152,7 @@ def show(
     console.print(table)
 
 
-def show_offers(found: Sequence[Offer], chosen: Offer, *, tokens: float | None, usd: float | None) -> None:
+def show_offers(offers: Sequence[Offer], chosen: Offer, *, tokens: float | None, usd: float | None) -> None:
     """Prints the considered slices, each with its best plan, and which one was chosen."""
     from rich.table import Table
 
@@ -160,7 +160,7 @@ def show_offers(found: Sequence[Offer], chosen: Offer, *, tokens: float | None, 
     table.add_column("")
     for name in OFFER_COLUMNS:
         table.add_column(name, justify="left" if name in ("slice", "plan") else "right")
-    for offer in found:
+    for offer in offers:
         table.add_row(">" if offer is chosen else "", *offer_cells(offer, tokens, usd))
     _console().print(table)
 

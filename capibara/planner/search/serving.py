@@ -129,9 +129,9 @@ def predict(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: 
     return Serving(tensor, data, engine, slots, whole, local_slots * row, prefixes, working, limit, step_s, seconds)
 
 
-def does_not_fit(model: Model, slice_: Slice, found: Sequence[Serving], headroom: float) -> UserError:
+def does_not_fit(model: Model, slice_: Slice, layouts: Sequence[Serving], headroom: float) -> UserError:
     """An error that says what the smallest mesh lacks, and what would help."""
-    best, unit = found[0], slice_.chip.unit
+    best, unit = layouts[0], slice_.chip.unit
     ways = []
     if best.engine.slots is not None:
         fewer = dataclasses.replace(best.engine, slots=None)
@@ -221,9 +221,9 @@ def _seconds(model: Model, slice_: Slice, tensor: int, rows: int, moved: float) 
     }
 
 
-def lines(found: Sequence[Serving], model: Model, slice_: Slice, name: str) -> Iterator[str]:
+def lines(layouts: Sequence[Serving], model: Model, slice_: Slice, name: str) -> Iterator[str]:
     """A description of the best mesh, and a table of all."""
-    best = found[0]
+    best = layouts[0]
     dtype, gib = str(model.config.dtype), {k: v / GIB for k, v in dataclasses.asdict(best).items() if k in _PARTS}
     parts = ", ".join(f"{label} {gib[key]:.2f}" for key, label in _PARTS.items())
     yield f"{name} ({model.param_count / 1e9:.1f} B parameters) on {slice_.name}, {slice_.hosts} host(s): {best.mesh}"
@@ -239,7 +239,7 @@ def lines(found: Sequence[Serving], model: Model, slice_: Slice, name: str) -> I
     )
     yield ""
     yield f"  {'mesh':22}{'cache':>10}{'length':>9}{'slots':>7}{'GiB':>8}{'step ms':>9}{'tokens/s':>10}   predicted"
-    for item in found:
+    for item in layouts:
         fits = "" if item.fits else "   does not fit"
         yield (
             f"  {item.mesh:22}{item.engine.cache_dtype:>10}{item.engine.length:>9}{item.slots:>7}{item.bytes / GIB:>8.2f}"

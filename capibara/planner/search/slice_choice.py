@@ -72,14 +72,14 @@ def offers(
     return result
 
 
-def _enough(found: Sequence[Offer], args: argparse.Namespace) -> bool:
+def _enough(offers: Sequence[Offer], args: argparse.Namespace) -> bool:
     """Whether slices with more chips can be ruled out."""
     if args.goal == SliceGoal.TARGET_THROUGHPUT:
-        return any(offer.best.cost.tokens_per_s >= args.tokens_per_s for offer in found)
+        return any(offer.best.cost.tokens_per_s >= args.tokens_per_s for offer in offers)
     return args.goal == SliceGoal.SMALLEST_SLICE
 
 
-def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
+def best(offers: Sequence[Offer], args: argparse.Namespace) -> Offer:
     """The offer that meets the goal best.
 
     Args:
@@ -89,17 +89,17 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
     Raises:
       UserError: no offer meets the goal.
     """
-    if not found:
+    if not offers:
         raise UserError(
             "no slice of these chips has a plan that fits: add larger chips, e.g. --chips=v5p, or shorten --length"
         )
     usd = args.usd_per_chip_hour
     match SliceGoal(args.goal):
         case SliceGoal.SMALLEST_SLICE:
-            return min(found, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))
+            return min(offers, key=lambda offer: (offer.slice_.chips, -offer.best.cost.tokens_per_s))
         case SliceGoal.TARGET_THROUGHPUT:
-            return _fastest_enough(found, args.tokens_per_s)
-    priced = [(price, offer) for offer in found if (price := offer.usd_per_million_tokens(usd)) is not None]
+            return _fastest_enough(offers, args.tokens_per_s)
+    priced = [(price, offer) for offer in offers if (price := offer.usd_per_million_tokens(usd)) is not None]
     if not priced:
         raise UserError("these chips have no known list price: set --usd_per_chip_hour")
     if args.max_days is not None:
@@ -113,10 +113,10 @@ def best(found: Sequence[Offer], args: argparse.Namespace) -> Offer:
     return min(priced, key=lambda item: item[0])[1]
 
 
-def _fastest_enough(found: Sequence[Offer], target: float) -> Offer:
-    reached = [offer for offer in found if offer.best.cost.tokens_per_s >= target]
+def _fastest_enough(offers: Sequence[Offer], target: float) -> Offer:
+    reached = [offer for offer in offers if offer.best.cost.tokens_per_s >= target]
     if not reached:
-        most = max(found, key=lambda offer: offer.best.cost.tokens_per_s)
+        most = max(offers, key=lambda offer: offer.best.cost.tokens_per_s)
         count = math.ceil(target / most.best.cost.tokens_per_s)
         several = f"several may do it: --slice={count}x{most.slice_.name} without --goal and --tokens_per_s"
         fix = several if count <= _MANY else "ask for fewer"

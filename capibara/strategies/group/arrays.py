@@ -99,10 +99,10 @@ def gradient_of(arrays: Arrays, compression: Compression, shapes: Shapes) -> dic
     return {name: np.asarray(x) for name, x in jax.jit(compression.decode)(sent, like).items()}
 
 
-def _check_names(found: set[str], wanted: set[str]) -> None:
-    if found == wanted:
+def _check_names(names: set[str], wanted: set[str]) -> None:
+    if names == wanted:
         return
-    missing, extra = sorted(wanted - found), sorted(found - wanted)
+    missing, extra = sorted(wanted - names), sorted(names - wanted)
     what = f"{missing[0]} is missing" if missing else f"{limits.shortened(extra[0])} is unknown"
     raise UserError(f"its parameters are not the group's: {what}, {len(missing) + len(extra)} of {len(wanted)} differ")
 

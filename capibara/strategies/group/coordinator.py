@@ -316,8 +316,8 @@ class _Coordination:
             known = self._names & heard
             if len(known) >= config.num_nodes or now_s - begin_s >= config.consensus_timeout_s:
                 return inbox
-            said = f"{len(inbox.updates)} of {config.num_nodes} updates after {now_s - begin_s:.0f} s"
-            self._pause(f"round {inbox.round_}", said)
+            text = f"{len(inbox.updates)} of {config.num_nodes} updates after {now_s - begin_s:.0f} s"
+            self._pause(f"round {inbox.round_}", text)
 
     def _pause(self, topic: str, detail: str) -> None:
         """Waits for the next look at the exchange."""
@@ -417,10 +417,10 @@ def _beginners(inbox: Inbox, quorum: int) -> tuple[list[str], str]:
     names, why_not = _alike(inbox.updates), "it begins with other weights, or has another GroupNode.every"
     reasons = inbox.rejected | {name: why_not for name in inbox.updates if name not in names}
     if len(names) < quorum:
-        said = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
+        text = "; ".join(f"{name}: {why}" for name, why in sorted(reasons.items()))
         raise UserError(
             f"{len(names)} nodes begin with the same weights, must be at least the quorum ({quorum}): start more, "
-            f"with the same Trainer.seed and init_from{f' ({said})' if said else ''}"
+            f"with the same Trainer.seed and init_from{f' ({text})' if text else ''}"
         )
     line = f"{len(names)} nodes begin: {', '.join(sorted(names))}"
     return names, "; ".join([line, *(f"{name} has no part: {why}" for name, why in sorted(reasons.items()))])

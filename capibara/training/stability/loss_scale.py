@@ -69,12 +69,12 @@ class LossScaling:
         return LossScale(jnp.clip(scale, self.minimum, _LARGEST), good_steps)
 
 
-def select(made: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def select(is_finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` if `made` (a replicated bool scalar), otherwise `old`, bit for bit; both have the same shapes and dtypes."""
-    return jax.tree.map(functools.partial(_either, made), new, old)
+    return jax.tree.map(functools.partial(_either, is_finite), new, old)
 
 
-def _either(made: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+def _either(is_finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """jnp.where for one leaf, on its bits.
 
     The TPU compiler uses a row-major layout for both sides of a `select`: a table with few columns on a chip is padded to
@@ -83,9 +83,9 @@ def _either(made: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     if new is old:  # frozen
         return old
     if not jnp.issubdtype(new.dtype, jnp.floating):
-        return jnp.where(made, new, old)
+        return jnp.where(is_finite, new, old)
     assert new.dtype == old.dtype, (new.dtype, old.dtype)
     bits = jnp.dtype(f"uint{8 * new.dtype.itemsize}")
-    mask = jnp.where(made, jnp.array(jnp.iinfo(bits).max, bits), jnp.zeros((), bits))
+    mask = jnp.where(is_finite, jnp.array(jnp.iinfo(bits).max, bits), jnp.zeros((), bits))
     new_bits, old_bits = (jax.lax.bitcast_convert_type(x, bits) for x in (new, old))
     return jax.lax.bitcast_convert_type(old_bits ^ ((new_bits ^ old_bits) & mask), new.dtype)

@@ -202,10 +202,10 @@ def _fix(record: Mapping[str, Any]) -> Draft:
     source, origins = _of_run(after)
     if _optional(before, "source") is not None:
         origins = tuple(dict.fromkeys((*origins, *_of_run(before)[1])))
-    said = _prose(_error(before), _optional(record, "cause"), _optional(record, "explanation"))
+    prose = _prose(_error(before), _optional(record, "cause"), _optional(record, "explanation"))
     return Draft(
         kind=RecordKind.FIX,
-        pieces=(*_prose(_optional(after, "task")), _code(before), *said, _code(after)),
+        pieces=(*_prose(_optional(after, "task")), _code(before), *prose, _code(after)),
         source=source,
         origins=origins,
         outcome=Outcome.FIXED,

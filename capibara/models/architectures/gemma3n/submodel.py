@@ -112,16 +112,16 @@ class Submodel:
 
         return tree.map_with_names(cut, params)
 
-    def _widths(self, config: Gemma3nConfig, kept: Sequence[int]) -> tuple[int, ...]:
-        whole = [config.mlp_dim if config.mlp_dims is None else config.mlp_dims[layer] for layer in kept]
+    def _widths(self, config: Gemma3nConfig, retained: Sequence[int]) -> tuple[int, ...]:
+        whole = [config.mlp_dim if config.mlp_dims is None else config.mlp_dims[layer] for layer in retained]
         if not self.mlp_dims:
             return tuple(whole)
-        widths = self.mlp_dims * len(kept) if len(self.mlp_dims) == 1 else self.mlp_dims
-        if len(widths) != len(kept):
+        widths = self.mlp_dims * len(retained) if len(self.mlp_dims) == 1 else self.mlp_dims
+        if len(widths) != len(retained):
             raise UserError(
-                f"mlp_dims has {len(widths)} widths, must be one, or one for each of {len(kept)} layers that stay"
+                f"mlp_dims has {len(widths)} widths, must be one, or one for each of {len(retained)} layers that stay"
             )
-        for layer, width, most in zip(kept, widths, whole, strict=True):
+        for layer, width, most in zip(retained, widths, whole, strict=True):
             if not 0 < width <= most:
                 raise UserError(f"mlp_dims has {width} for layer {layer}, must be from 1 to its {most}")
         return widths

@@ -114,8 +114,8 @@ class Board:
         chosen = [alert for alert in chosen if alert.ended_s is None or not only_active]
         return sorted(chosen, key=lambda alert: -alert.found.time_s)
 
-    def _id(self, run: Run, found: Found) -> str:
-        return f"{run.id}-{found.kind}-{found.key}"
+    def _id(self, run: Run, finding: Found) -> str:
+        return f"{run.id}-{finding.kind}-{finding.key}"
 
 
 # They describe the present, and end when they are no longer found; the others happened at a step.

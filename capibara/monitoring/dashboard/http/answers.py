@@ -74,8 +74,8 @@ def json_bytes(value: Json) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def _size(kept: tuple[Hashable, bytes, bytes | None]) -> int:
-    return len(kept[1]) + len(kept[2] or b"") + 1_000
+def _size(entry: tuple[Hashable, bytes, bytes | None]) -> int:
+    return len(entry[1]) + len(entry[2] or b"") + 1_000
 
 
 def _response(body: bytes, packed: bytes | None, headers: Headers) -> Response:

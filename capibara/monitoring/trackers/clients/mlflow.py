@@ -167,10 +167,10 @@ class MlflowTracker(Tracker):
                 self._say(redact(f"mlflow does not take the metric {name}; skipped: {error}")[:_LONGEST_LINE])
             self._refused[name] += 1
 
-    def _log_batch(self, metrics: list[Any], found: _Refusals) -> bool:
+    def _log_batch(self, metrics: list[Any], refusals: _Refusals) -> bool:
         """Logs metrics; whether any was taken. The server refuses all for one: halves are tried until these are found."""
-        found.held += [metric for metric in metrics if found.counts[metric.key] >= _MOST_REFUSED]
-        metrics = [metric for metric in metrics if found.counts[metric.key] < _MOST_REFUSED]
+        refusals.held += [metric for metric in metrics if refusals.counts[metric.key] >= _MOST_REFUSED]
+        metrics = [metric for metric in metrics if refusals.counts[metric.key] < _MOST_REFUSED]
         try:
             if metrics:
                 self._send(self._client.log_batch, metrics=metrics)
@@ -178,10 +178,10 @@ class MlflowTracker(Tracker):
         except Refused as error:
             half = len(metrics) // 2
             if not half:
-                found.new.append((metrics[0].key, error))
-                found.counts[metrics[0].key] += 1
+                refusals.new.append((metrics[0].key, error))
+                refusals.counts[metrics[0].key] += 1
                 return False
-            return any([self._log_batch(part, found) for part in (metrics[:half], metrics[half:])])
+            return any([self._log_batch(part, refusals) for part in (metrics[:half], metrics[half:])])
 
     def _send(self, call: Callable[..., object], *args: object, **options: object) -> None:
         """Calls the client; raises Refused for what the server will never take."""
