@@ -107,12 +107,12 @@ class EngineCore:
         self.reads_in_slot = self.pages is not None and mesh is None and reads_in_slot(model)
         self.prefill_tokens = config.prefill_tokens or (PART_TOKENS if self.reads_in_slot else PREFILL_TOKENS)
         most = max(self.prefill_tokens, length) if whole else self.prefill_tokens
-        batches = PromptBatches(self.adapters, length, most, whole)
+        batches = PromptBatches(self.adapters, length, most, whole, encoder_length is not None)
         self.prompts = PromptPrograms(
             compiled, self.params, self.runner, batches, most, self.reads_in_slot, self.compiler
         )
         self.prefill = PrefillQueue(
-            compiled, length, config.slots, most, prefixes, batches, self.prompts,
+            compiled, config.slots, most, prefixes, batches, self.prompts,
             self.runner if self.reads_in_slot else None, whole=whole,
         )  # fmt: skip
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)

@@ -254,7 +254,7 @@ class Scheduler(RequestQueue):
         current = written and request.generation == self._generation
         if self._prefixes and not self._prefixes.whole and current and read <= self._length and not request.cancelled:
             with contextlib.suppress(Exception):  # only later prompts would gain from it
-                row = self._runner.row(slot, bucket(read, self._length))
+                row = self._runner.row(slot, bucket(max(read, 2), self._length))
                 request.row = None if row is None else (row, read)
         if self._pages:
             self._pages.release(slot)

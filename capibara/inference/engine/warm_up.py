@@ -12,6 +12,7 @@ from capibara.inference.engine.programs.compiler import Task
 from capibara.inference.engine.requests.request import LIKELIEST, Request
 from capibara.inference.engine.runner import step_rows
 from capibara.inference.engine.runner.decode import put_task, row_task, step_task
+from capibara.inference.sampling.sampler import settings_of
 from capibara.inference.sampling.sampling import Sampling
 
 _GREEDY = Sampling(temperature=0.0, max_new_tokens=1)
@@ -37,6 +38,7 @@ def warm_up(
       show: called with the numbers of compiled programs and of all that are compiled here.
       beside: whether only the first are compiled here, and the others after the engine has started.
     """
+    settings_of([_GREEDY])  # its random key is computed by programs, too
     shapes = batching.prompt_shapes(config, length, encodes, core.prefill_tokens, core.reads_in_slot)
     step = lambda *how: step_task(core.runner, core.params, *how)  # noqa: E731
     first, rest = [step(0)], list[Task]()

@@ -146,11 +146,10 @@ class DecodeRunner:
 
     def put(self, request: Request, row: Cache) -> None:
         """Copies the row of a cached prefix into a request's slot, where the rest of its prompt is read."""
-        assert request.slot is not None, "it was assigned one"
         with program_of([request]):
-            # Wherever the row is from, the program is the one that was compiled for rows of slots.
-            row = jax.device_put(row, self._slots_state["tokens"].sharding)
-            self._state = self._programs.put(self._slots_state, row, np.int32(request.slot), self._table)
+            row = jax.device_put(row, self._slots_state["tokens"].sharding)  # as the rows that it was compiled for
+            slot = np.array(request.slot, np.int32)
+            self._state = self._programs.put(self._slots_state, row, slot, self._table)
 
     def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
         """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""

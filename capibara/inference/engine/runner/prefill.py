@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from capibara.core.types import Params, PyTree
-from capibara.inference.engine.cache.batching import bucket
 from capibara.inference.engine.cache.prefix import PrefixCache, common_beginning
 from capibara.inference.engine.programs.programs import Programs
 from capibara.inference.engine.requests.faults import contained, is_of_request, program_of
@@ -26,7 +25,6 @@ class PrefillQueue:
 
     Args:
       programs: of the engine.
-      length: positions of a slot.
       together: most rows to read at once.
       tokens: approximate number of tokens to read at a time; longer prompts are split.
       prefixes: the prefix cache; None: no cache.
@@ -42,7 +40,6 @@ class PrefillQueue:
     def __init__(
         self,
         programs: Programs,
-        length: int,
         together: int,
         tokens: int,
         prefixes: PrefixCache | None,
@@ -51,7 +48,7 @@ class PrefillQueue:
         runner: DecodeRunner | None,
         whole: bool = False,
     ):
-        self._programs, self._length, self._together = programs, length, together
+        self._programs, self._together = programs, together
         self._runner, self._batches, self._needed = runner, batches, needed
         self._most = tokens
         self.prefixes, self.stalled = None if whole else prefixes, False
@@ -101,12 +98,12 @@ class PrefillQueue:
             if self._part is None and len(first.tokens) <= self._most:
                 group = self._next_group(first, left)
                 prompts = _distinct(group)
-                left -= len(prompts) * bucket(len(first.tokens), self._length)
+                left -= len(prompts) * self._batches.size(len(first.tokens))
                 yield from self._read_group(params, group, prompts)
                 continue
             row, known = self._part or (None, 0)
             tokens = first.tokens[: known + self._most]
-            left -= bucket(len(tokens) - known, self._length)
+            left -= self._batches.size(len(tokens) - known)
             with contained(first):
                 if self._runner is not None:
                     if row is not None:
@@ -146,10 +143,10 @@ class PrefillQueue:
         The row gets positions for `whole` tokens, or keeps more if it had them. `row` None: there was no row.
         """
         rest = tokens[known:]
-        batch = self._batches.batch([request], [rest], bucket(len(rest), self._length))
+        batch = self._batches.batch([request], [rest], self._batches.size(len(rest)))
         if row is None:
             return self._programs.prefill(params, batch)
-        positions = max(bucket(whole, self._length), capacity(row))
+        positions = max(self._batches.size(whole), capacity(row))
         return self._programs.resume(params, batch, row, positions)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:
@@ -162,12 +159,12 @@ class PrefillQueue:
 
     def _next_group(self, first: Request, left: int) -> list[Request]:
         """Requests to read together with the first one; the number of distinct prompts is a power of two."""
-        size = bucket(len(first.tokens), self._length)
+        size = self._batches.size(len(first.tokens))
         most = max(1, min(self._together, left // size))
         most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
         group, prefixes = [first], self.prefixes
         for request in self._waiting[1:]:
-            if bucket(len(request.tokens), self._length) != size or not self._is_compiled(request):
+            if self._batches.size(len(request.tokens)) != size or not self._is_compiled(request):
                 continue
             again = any(_same_prompt(request, other) for other in group)
             if not (again or prefixes is None) and (
@@ -202,7 +199,7 @@ class PrefillQueue:
 
     def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
         """The rows and logits of prompts of similar length, or the error of one that cannot be read."""
-        size = bucket(len(prompts[0].tokens), self._length)
+        size = self._batches.size(len(prompts[0].tokens))
         try:
             batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
             logits, rows = self._programs.prefill(params, batch)

@@ -20,14 +20,16 @@ class PromptBatches:
       length: positions of a slot.
       most: tokens of a part of a long prompt.
       whole: whether prompts are those of a prefix LM.
+      encodes: whether an encoder reads the prompts: texts then begin with one token.
     """
 
-    def __init__(self, adapters: Adapters, length: int, most: int, whole: bool):
+    def __init__(self, adapters: Adapters, length: int, most: int, whole: bool, encodes: bool):
         self._adapters, self._length, self._most, self._whole = adapters, length, most, whole
+        self._fewest = 1 if encodes else 2  # one token has a program of its own
 
     def size(self, tokens: int) -> int:
         """The size of the batch for so many tokens."""
-        return bucket(tokens, self._length)
+        return bucket(max(tokens, self._fewest), self._length)
 
     def part_size(self, tokens: int) -> int:
         """The same for a part that is read into its slot; of fewer sizes, since most parts are full."""
