@@ -148,8 +148,7 @@ class DecodeRunner:
         """Copies the row of a cached prefix into a request's slot, where the rest of its prompt is read."""
         with program_of([request]):
             row = jax.device_put(row, self._slots_state["tokens"].sharding)  # as the rows that it was compiled for
-            slot = np.array(request.slot, np.int32)
-            self._state = self._programs.put(self._slots_state, row, slot, self._table)
+            self._state = self._programs.put(self._slots_state, row, np.array(request.slot, np.int32), self._table)
 
     def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
         """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""
