@@ -83,14 +83,14 @@ def merge(
         raise UserError(f"models is {models!r}, must be several: try merge([a, b], target, cb.Linear())")
     if not isinstance(method, Method):
         raise UserError(f"method is {method!r}, must be a method such as cb.Linear() or cb.Ties(density=0.3)")
-    what = merging.Merge(
+    merge = merging.Merge(
         models=tuple(stored_path(model) for model in models),
         method=method,
         base=None if base is None else stored_path(base, "base"),
         tokenizer=None if tokenizer is None else stored_path(tokenizer, "tokenizer"),
         seed=seed,
     )
-    merging.merge(what, target, format, dtype, ModelReader(trust=trust))
+    merging.merge(merge, target, format, dtype, ModelReader(trust=trust))
     return target
 
 

@@ -263,20 +263,20 @@ def _check_hash(digest: str, file: File) -> None:
         raise Corrupted(f"{file.describe()} has changed since it was saved")
 
 
-def _patiently(what: str, path: epath.Path, read: Callable[[], T]) -> T:
+def _patiently(subject: str, path: epath.Path, read: Callable[[], T]) -> T:
     """Calls `read`, repeatedly if the disk refuses; reports corruption only when it is certain."""
     for attempt in itertools.count(1):
         try:
             return read()
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
-            raise Corrupted(f"{what} is gone") from error
+            raise Corrupted(f"{subject} is gone") from error
         except limits.Refused as error:
-            raise Corrupted(f"{what} has {error}") from None
+            raise Corrupted(f"{subject} has {error}") from None
         except OSError as error:
             if attempt < _TRIES:
                 time.sleep(_PAUSE_S)
             elif error.errno == errno.EIO:
-                raise Corrupted(f"{what} cannot be read ({one_line(error)})") from error
+                raise Corrupted(f"{subject} cannot be read ({one_line(error)})") from error
             else:
                 raise Unreadable(
                     f"{path} cannot be read ({error.strerror or one_line(error)}): nothing was changed; see to it that it "

@@ -51,11 +51,11 @@ def _merge(args: argparse.Namespace) -> int:
     from capibara.interop.merge import merging
 
     jax.config.update("jax_platforms", "cpu")  # a device may have less memory than its host
-    what = merging.Merge(
+    merge = merging.Merge(
         models=tuple(args.models), method=method, base=args.base, tokenizer=args.tokenizer, seed=args.seed
     )
     with StatusLine() as bar:
         reader = ModelReader(trust=args.trust_config)
-        summary = merging.merge(what, args.target, args.format, args.dtype, reader, bar.show)
+        summary = merging.merge(merge, args.target, args.format, args.dtype, reader, bar.show)
     print(summary)
     return 0

@@ -103,9 +103,9 @@ def check_growth(where: str) -> None:
         raise UserError(f"{where}: its references are nested too deep: no run wrote this file") from None
 
 
-def refused(what: str) -> str:
+def refused(key: str) -> str:
     """The message on a statement that is not a plain binding."""
-    return f"{what} is refused in a recorded configuration: write it in a Gin file of your own (--gin_file)"
+    return f"{key} is refused in a recorded configuration: write it in a Gin file of your own (--gin_file)"
 
 
 def imports_before(modules: Sequence[str]) -> str:

@@ -263,18 +263,18 @@ def _is_object(value: object) -> TypeGuard[Dataclass]:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _same(one: object, other: object) -> bool:
+def _same(first: object, other: object) -> bool:
     """Whether two values are the same to the bit, whatever `==` of their classes says."""
-    if isinstance(one, float) and isinstance(other, float):  # numpy's, too
-        return float.__repr__(one) == float.__repr__(other)
-    if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
-        return inspect.unwrap(one) is inspect.unwrap(other)
-    if type(one) is not type(other):
+    if isinstance(first, float) and isinstance(other, float):  # numpy's, too
+        return float.__repr__(first) == float.__repr__(other)
+    if isinstance(first, types.FunctionType) and isinstance(other, types.FunctionType):
+        return inspect.unwrap(first) is inspect.unwrap(other)
+    if type(first) is not type(other):
         return False
-    if _is_object(one):
-        return all(_same(getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one))
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return _same([*one.items()], [*other.items()])
-    return bool(one == other)
+    if _is_object(first):
+        return all(_same(getattr(first, field.name), getattr(other, field.name)) for field in dataclasses.fields(first))
+    if isinstance(first, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(first) == len(other) and all(map(_same, first, other))
+    if isinstance(first, dict) and isinstance(other, dict):
+        return _same([*first.items()], [*other.items()])
+    return bool(first == other)

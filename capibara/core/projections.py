@@ -215,16 +215,16 @@ ALL = (
     + SSM
 )
 
-QUANTIZABLE = tuple(one for one in ALL if one.quantizable)
-ADAPTABLE = tuple(dict.fromkeys(one.name for one in ALL if one.adaptable))  # names of parameters
+QUANTIZABLE = tuple(projection for projection in ALL if projection.quantizable)
+ADAPTABLE = tuple(dict.fromkeys(projection.name for projection in ALL if projection.adaptable))  # names of parameters
 
 # Names of results in Plan.remat_names. Attention itself is no projection; its result lies between the values and `out`.
-QKV = tuple(one.result for one in (QUERY, KEY, VALUE) if one.result)
+QKV = tuple(projection.result for projection in (QUERY, KEY, VALUE) if projection.result)
 # A layer's input has no weights: it is what the residual stream brings.
 ATTENDED = "attention"
 LAYER_INPUT = "layer_input"
-RESULTS = tuple(one.result for one in ALL if one.result)
-NEEDED = tuple(one.result for one in ALL if one.result and one.needed)
+RESULTS = tuple(projection.result for projection in ALL if projection.result)
+NEEDED = tuple(projection.result for projection in ALL if projection.result and projection.needed)
 
 
 def of_layer(*, gated: bool, experts: bool) -> tuple[Projection, ...]:

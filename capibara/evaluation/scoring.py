@@ -137,9 +137,9 @@ class Scorer:
         length = len(pair.continuation)
         if not len(pair.context) or not length:
             raise UserError("a context and a continuation must have at least one token each")
-        for what, ids in (("a context", pair.context), ("a continuation", pair.continuation)):
+        for subject, ids in (("a context", pair.context), ("a continuation", pair.continuation)):
             if min(ids) < 0 or max(ids) >= self._rows_of_model:
-                model_rows.check_ids(ids, self._rows_of_model, self._vocabulary, what)
+                model_rows.check_ids(ids, self._rows_of_model, self._vocabulary, subject)
         if length > self._length:
             raise UserError(f"a continuation has {length} tokens, must fit Dataset.length ({self._length}): raise that")
         return length if self._encoder_length is not None else min(len(pair.context) + length - 1, self._length)

@@ -172,7 +172,7 @@ def outcome(host_reports: Mapping[str, Report], hosts: int) -> Outcome:
     """What the reports of a job's hosts amount to.
 
     Args:
-      found: the reports.
+      host_reports: the reports.
       hosts: how many hosts the job has.
     """
     ended = [report for report in host_reports.values() if report.is_final]

@@ -250,11 +250,11 @@ def _check_labels(labels: Mapping[str, str]) -> None:
     for key, value in labels.items():
         if key in OWN_LABELS:
             raise UserError(f"--label={key}=... is set by capibara itself: choose another name")
-        for what, text, pattern in (("name", key, _LABEL_KEY), ("value", value, _LABEL_VALUE)):
+        for subject, text, pattern in (("name", key, _LABEL_KEY), ("value", value, _LABEL_VALUE)):
             if not pattern.fullmatch(text):
                 raise UserError(
-                    f"--label={key}={value}: the {what} {text!r} must be at most 63 lower-case letters, digits, - and _, "
-                    f"{'a letter' if what == 'name' else 'a letter or digit'} first and no sign last"
+                    f"--label={key}={value}: the {subject} {text!r} must be at most 63 lower-case letters, digits, - and _, "
+                    f"{'a letter' if subject == 'name' else 'a letter or digit'} first and no sign last"
                 )
 
 

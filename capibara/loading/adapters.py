@@ -73,10 +73,10 @@ def beside(
     return dataclasses.replace(loaded, adapters=result, paths=dict(pairs))
 
 
-def _parsed(one: str) -> tuple[str, str]:
-    name, equals, path = one.partition("=")
+def _parsed(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise UserError(f"--adapter={one} must be NAME=PATH: try --adapter=poet=runs/poet")
+        raise UserError(f"--adapter={text} must be NAME=PATH: try --adapter=poet=runs/poet")
     return name, path
 
 

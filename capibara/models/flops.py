@@ -13,7 +13,7 @@ from capibara.models.parts.config import TransformerConfig
 
 _TRAINED = 3  # one forward pass, and two backward: the gradients of the inputs and of the weights
 
-_OF_DISTANCES = tuple(one.name for one in projections.POSITIONS)
+_OF_DISTANCES = tuple(projection.name for projection in projections.POSITIONS)
 
 
 class _Encodes(Protocol):

@@ -306,8 +306,8 @@ def _accept(
 ) -> None:
     """Accepts connections and queues the first message of each, until `listening` is closed."""
 
-    def hear(one: socket.socket) -> None:
-        heard.put((one, _hello(one, word)))
+    def hear(connection: socket.socket) -> None:
+        heard.put((connection, _hello(connection, word)))
 
     while True:
         try:
@@ -317,19 +317,19 @@ def _accept(
         threading.Thread(target=hear, args=(item,), daemon=True).start()
 
 
-def _hello(one: socket.socket, word: str) -> dict[str, Any] | None:
+def _hello(connection: socket.socket, word: str) -> dict[str, Any] | None:
     """Reads a process's index and host; None: it does not send the shared secret."""
     try:
-        one.settimeout(_HELLO_S)
+        connection.settimeout(_HELLO_S)
         heard = b""
         while b"\n" not in heard and len(heard) < 4096:
-            if not (data := one.recv(4096)):
+            if not (data := connection.recv(4096)):
                 return None
             heard += data
         result = json.loads(heard)
         if not secrets.compare_digest(str(result["word"]), word):
             return None
-        _prepare(one)
+        _prepare(connection)
         return {"index": int(result["index"]), "host": str(result["host"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -119,8 +119,8 @@ class Decisions:
             except Exception as error:
                 if not peers.is_unreachable(error):
                     traceback.print_exc()
-                    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                    self._end(f"the decisions of this run's processes cannot be compared: {what}")
+                    cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    self._end(f"the decisions of this run's processes cannot be compared: {cause}")
                     return
             if ended:
                 return

@@ -120,8 +120,8 @@ def _leave(code: int) -> None:
 
     def leave() -> None:
         alive = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-        what = f"thread {', '.join(alive)}" if alive else "Python's exit"
-        print(f"note: {what} does not end within {limit_s:g} s: the process exits without it", file=sys.stderr)
+        waited_for = f"thread {', '.join(alive)}" if alive else "Python's exit"
+        print(f"note: {waited_for} does not end within {limit_s:g} s: the process exits without it", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

@@ -154,41 +154,41 @@ class _Caller:
             self._heard[item] = b""
             self._selector.register(item, selectors.EVENT_READ)
 
-    def _hear(self, one: socket.socket) -> None:
+    def _hear(self, connection: socket.socket) -> None:
         try:
-            data = one.recv(1 << 16)
+            data = connection.recv(1 << 16)
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        if one not in self._heard:  # its message is complete: no data means that it is gone
+        if connection not in self._heard:  # its message is complete: no data means that it is gone
             if not data:
-                self._forget(one)
+                self._forget(connection)
             return
-        self._heard[one] += data
+        self._heard[connection] += data
         if b"\n" in data:
-            self._take(one, self._heard.pop(one))
-        elif not data or len(self._heard[one]) > _MOST_BYTES:
-            del self._heard[one]
-            self._drop(one)
+            self._take(connection, self._heard.pop(connection))
+        elif not data or len(self._heard[connection]) > _MOST_BYTES:
+            del self._heard[connection]
+            self._drop(connection)
 
-    def _forget(self, one: socket.socket) -> None:
+    def _forget(self, connection: socket.socket) -> None:
         for index, waiting in list(self._waiting.items()):
-            if waiting is one:
+            if waiting is connection:
                 del self._waiting[index], self._came[index]
-        self._drop(one)
+        self._drop(connection)
 
-    def _drop(self, one: socket.socket) -> None:
-        self._selector.unregister(one)
-        one.close()
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        connection.close()
 
-    def _take(self, one: socket.socket, line: bytes) -> None:
+    def _take(self, connection: socket.socket, line: bytes) -> None:
         other = _process_of(line)
         if other is None:  # not a process of a run, such as a port scanner
-            self._drop(one)
+            self._drop(connection)
             return
         if other.count != self._own.count or not 0 < other.index < other.count:
-            self._waiting[-1] = one  # so that it gets the reason with the others
+            self._waiting[-1] = connection  # so that it gets the reason with the others
             raise _Refused(
                 UserError,
                 f"{other} says that there are {other.count} processes, and {self._own} that there are "
@@ -197,10 +197,10 @@ class _Caller:
         if other.index in self._came:
             self._twice = f"; {other} has the index of {self._came[other.index]}: give one of them another index"
             why = f"{self._came[other.index]} has joined already: give {other} an index of its own"
-            _tell(one, {"refused": UserError.__name__, "why": why})
-            self._drop(one)
+            _tell(connection, {"refused": UserError.__name__, "why": why})
+            self._drop(connection)
             return
-        self._came[other.index], self._waiting[other.index] = other, one
+        self._came[other.index], self._waiting[other.index] = other, connection
         if differs := difference(self._own, other):
             raise _Refused(UserError, differs)
 
@@ -264,12 +264,12 @@ def _answer(
     )
 
 
-def _word(one: socket.socket, end_s: float) -> dict[str, object] | None:
+def _word(connection: socket.socket, end_s: float) -> dict[str, object] | None:
     """The answer of process 0; None: the other end is gone, or is not a process 0."""
     heard = b""
     while b"\n" not in heard:
-        one.settimeout(max(end_s - time.monotonic(), 0.1))
-        data = one.recv(1 << 16)
+        connection.settimeout(max(end_s - time.monotonic(), 0.1))
+        data = connection.recv(1 << 16)
         if not data or len(heard) > _MOST_BYTES:
             return None
         heard += data
@@ -280,10 +280,10 @@ def _word(one: socket.socket, end_s: float) -> dict[str, object] | None:
     return result if isinstance(result, dict) else None
 
 
-def _tell(one: socket.socket, message: Mapping[str, object]) -> None:
+def _tell(connection: socket.socket, message: Mapping[str, object]) -> None:
     with contextlib.suppress(OSError):
-        one.settimeout(5)
-        one.sendall(json.dumps(message).encode() + b"\n")
+        connection.settimeout(5)
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _process_of(line: bytes) -> Process | None:
@@ -302,15 +302,15 @@ def _process_of(line: bytes) -> Process | None:
         return None
 
 
-def difference(one: Process, other: Process) -> str | None:
+def difference(first: Process, other: Process) -> str | None:
     """A message on the first fact that differs between two processes; None: all are the same."""
-    for name in sorted({*one.facts, *other.facts}):
-        a, b = one.facts.get(name, ""), other.facts.get(name, "")
+    for name in sorted({*first.facts, *other.facts}):
+        a, b = first.facts.get(name, ""), other.facts.get(name, "")
         if a == b:
             continue
         x, y = _only_in(a, b), _only_in(b, a)
         return (
-            f"{other} has another {name} than {one}: {y[:_SHOWN]!r} and {x[:_SHOWN]!r}: start the same command with the "
+            f"{other} has another {name} than {first}: {y[:_SHOWN]!r} and {x[:_SHOWN]!r}: start the same command with the "
             "same files and packages on every host"
         )
     return None

@@ -178,10 +178,10 @@ def validation(trainer: Trainer, mesh: Mesh, reporter: Reporter) -> Iterator[Ite
         yield _reported(loader, validation_batches(trainer), "evaluating", reporter)
 
 
-def _reported(batches: Iterable[Batch], most: int | None, what: str, reporter: Reporter) -> Iterator[Batch]:
+def _reported(batches: Iterable[Batch], most: int | None, subject: str, reporter: Reporter) -> Iterator[Batch]:
     for done, batch in enumerate(itertools.islice(batches, most)):
         reporter.check(done, every=_ASK_EVERY)
-        reporter.progress(f"{what}: {done} batches" if most is None else f"{what}: {done} of {most} batches")
+        reporter.progress(f"{subject}: {done} batches" if most is None else f"{subject}: {done} of {most} batches")
         yield batch
 
 

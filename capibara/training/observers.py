@@ -39,21 +39,21 @@ class Observers:
     profiler: Profiler
 
     @contextlib.contextmanager
-    def long_work(self, name: str, what: str, limit: str) -> Iterator[None]:
+    def long_work(self, name: str, action: str, limit: str) -> Iterator[None]:
         """A context for work after which the usual time of a step is measured anew.
 
         Args:
           name: under which its time is reported.
-          what: its name in the error if it hangs.
+          action: its name in the error if it hangs.
           limit: the field of Watch that limits each part of it.
         """
-        with self.meter.paused(name), self.dog.allowing(what, limit):
+        with self.meter.paused(name), self.dog.allowing(action, limit):
             yield
 
     @contextlib.contextmanager
-    def between_steps(self, name: str, what: str, limit: str) -> Iterator[None]:
+    def between_steps(self, name: str, action: str, limit: str) -> Iterator[None]:
         """As `long_work`, for what belongs to some steps; it ends early if the run is to stop."""
-        with self.meter.paused(name), self.dog.left_out(what, limit), contextlib.suppress(Interrupted):
+        with self.meter.paused(name), self.dog.left_out(action, limit), contextlib.suppress(Interrupted):
             yield
 
     def profile(self, step: int, metrics: Metrics) -> None:

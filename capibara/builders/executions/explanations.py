@@ -86,11 +86,11 @@ def of_code(run: Run) -> Explanation:
     if patterns.counts.get("recursion"):
         sentences.append("A function calls itself.")
     if patterns.imports:
-        what = "module" if len(patterns.imports) == 1 else "modules"
-        sentences.append(f"It imports the {what} {_names(patterns.imports)}.")
+        noun = "module" if len(patterns.imports) == 1 else "modules"
+        sentences.append(f"It imports the {noun} {_names(patterns.imports)}.")
     if patterns.tables:
-        what = "table" if len(patterns.tables) == 1 else "tables"
-        sentences.append(f"It names the {what} {_names(patterns.tables)}.")
+        noun = "table" if len(patterns.tables) == 1 else "tables"
+        sentences.append(f"It names the {noun} {_names(patterns.tables)}.")
     used = [phrase for name, phrase in _PHRASES.items() if patterns.counts.get(name)]
     if used:
         sentences.append(f"It uses {_listed(used)}.")

@@ -252,33 +252,33 @@ def _flat(prefix: str, value: object) -> Iterator[tuple[str, str]]:
         yield prefix, value if isinstance(value, str) else fingerprints.canonical(value)
 
 
-def _facets(one: Dataset) -> dict[str, Any]:
+def _facets(dataset: Dataset) -> dict[str, Any]:
     from openlineage.client import facet_v2
 
     facets: dict[str, Any] = {}
-    if one.version is not None:
-        facets["version"] = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(one.version)
-    if one.fields:
+    if dataset.version is not None:
+        facets["version"] = facet_v2.dataset_version_dataset.DatasetVersionDatasetFacet(dataset.version)
+    if dataset.fields:
         of = facet_v2.schema_dataset
-        facets["schema"] = of.SchemaDatasetFacet([of.SchemaDatasetFacetFields(*field) for field in one.fields])
+        facets["schema"] = of.SchemaDatasetFacet([of.SchemaDatasetFacetFields(*field) for field in dataset.fields])
     return _produced(facets)
 
 
-def _input(one: Dataset) -> event_v2.InputDataset:
+def _input(dataset: Dataset) -> event_v2.InputDataset:
     from openlineage.client import event_v2, facet_v2
 
     of = facet_v2.input_statistics_input_dataset
-    statistics = of.InputStatisticsInputDatasetFacet(one.records, one.bytes, one.files)
+    statistics = of.InputStatisticsInputDatasetFacet(dataset.records, dataset.bytes, dataset.files)
     return event_v2.InputDataset(
-        NAMESPACE, one.path, inputFacets=_produced({"inputStatistics": statistics}), facets=_facets(one)
+        NAMESPACE, dataset.path, inputFacets=_produced({"inputStatistics": statistics}), facets=_facets(dataset)
     )
 
 
-def _output(one: Dataset) -> event_v2.OutputDataset:
+def _output(dataset: Dataset) -> event_v2.OutputDataset:
     from openlineage.client import event_v2, facet_v2
 
     of = facet_v2.output_statistics_output_dataset
-    statistics = of.OutputStatisticsOutputDatasetFacet(one.records, one.bytes, one.files)
+    statistics = of.OutputStatisticsOutputDatasetFacet(dataset.records, dataset.bytes, dataset.files)
     return event_v2.OutputDataset(
-        NAMESPACE, one.path, outputFacets=_produced({"outputStatistics": statistics}), facets=_facets(one)
+        NAMESPACE, dataset.path, outputFacets=_produced({"outputStatistics": statistics}), facets=_facets(dataset)
     )

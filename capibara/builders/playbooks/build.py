@@ -305,7 +305,7 @@ def _entries(
     return domains
 
 
-def _larger(one: Entry, other: Entry) -> Entry:
+def _larger(entry: Entry, other: Entry) -> Entry:
     """The entry with the largest numbers of votes of two states."""
-    helpful, harmful = max(one.bullet.helpful, other.bullet.helpful), max(one.bullet.harmful, other.bullet.harmful)
-    return dataclasses.replace(one, bullet=dataclasses.replace(one.bullet, helpful=helpful, harmful=harmful))
+    helpful, harmful = max(entry.bullet.helpful, other.bullet.helpful), max(entry.bullet.harmful, other.bullet.harmful)
+    return dataclasses.replace(entry, bullet=dataclasses.replace(entry.bullet, helpful=helpful, harmful=harmful))

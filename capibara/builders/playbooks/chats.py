@@ -158,9 +158,9 @@ def _section(group: Sequence[Ranked], frequency: collections.Counter[str] | None
     return _chat(ChatKind.SECTION, group, asked, listed)
 
 
-def _merge(one: Ranked) -> dict[str, Json]:
-    asked = "\n\n".join([_MERGE, *(_with_votes(text) for text in one.texts)])
-    return _chat(ChatKind.MERGE, [one], asked, _with_votes(one.bullet))
+def _merge(ranked: Ranked) -> dict[str, Json]:
+    asked = "\n\n".join([_MERGE, *(_with_votes(text) for text in ranked.texts)])
+    return _chat(ChatKind.MERGE, [ranked], asked, _with_votes(ranked.bullet))
 
 
 def _with_votes(bullet: Bullet) -> str:

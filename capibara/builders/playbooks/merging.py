@@ -111,11 +111,11 @@ def _sets(texts: Sequence[str]) -> list[frozenset[int]]:
     ]
 
 
-def _jaccard(one: frozenset[int], other: frozenset[int]) -> float:
-    if not one and not other:  # no words: a key in common means equal texts
+def _jaccard(first: frozenset[int], other: frozenset[int]) -> float:
+    if not first and not other:  # no words: a key in common means equal texts
         return 1.0
-    shared = len(one & other)
-    return shared / (len(one) + len(other) - shared)
+    shared = len(first & other)
+    return shared / (len(first) + len(other) - shared)
 
 
 def _guard(text: str) -> str:

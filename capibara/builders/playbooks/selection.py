@@ -86,12 +86,21 @@ def _groups(entries: Sequence[Entry], merge: BulletMerging, ranking: BulletRanki
     return list(groups.values())
 
 
-def _order(one: Entry, ranking: BulletRanking) -> tuple[object, ...]:
+def _order(entry: Entry, ranking: BulletRanking) -> tuple[object, ...]:
     """Sorts the best first."""
-    bullet, (graduation, success) = one.bullet, one.standing
+    bullet, (graduation, success) = entry.bullet, entry.standing
     quality = ranking.quality(bullet.helpful, bullet.harmful)
     # Without helpful votes all have the same quality: fewer harmful ones are better.
-    return -quality, -bullet.helpful, bullet.harmful, -graduation, -success, bullet.content, bullet.section, one.source
+    return (
+        -quality,
+        -bullet.helpful,
+        bullet.harmful,
+        -graduation,
+        -success,
+        bullet.content,
+        bullet.section,
+        entry.source,
+    )
 
 
 def _ranked(group: Sequence[Entry], domain: str, ranking: BulletRanking) -> Ranked:
@@ -108,8 +117,8 @@ def _ranked(group: Sequence[Entry], domain: str, ranking: BulletRanking) -> Rank
     )
 
 
-def _numbered(one: Ranked, rank: int) -> Ranked:
+def _numbered(ranked: Ranked, rank: int) -> Ranked:
     """With an identifier as ACE makes them: three letters of its section, and its rank."""
-    letters = re.sub(r"[^a-z]", "", one.bullet.section.lower())[:3]
+    letters = re.sub(r"[^a-z]", "", ranked.bullet.section.lower())[:3]
     name = f"{letters if len(letters) == 3 else _PREFIX}-{rank:05d}"
-    return dataclasses.replace(one, bullet=dataclasses.replace(one.bullet, id=name))
+    return dataclasses.replace(ranked, bullet=dataclasses.replace(ranked.bullet, id=name))

@@ -176,8 +176,8 @@ class FindPairs:
             documents.append(document + self.offsets[part])
         return np.concatenate(keys, axis=1), np.concatenate(documents)
 
-    def _are_similar(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        return near.are_similar(self._signatures(one), self._signatures(other), self.settings)
+    def _are_similar(self, first: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return near.are_similar(self._signatures(first), self._signatures(other), self.settings)
 
     def _signatures(self, documents: np.ndarray) -> np.ndarray:
         """The signatures of documents of any parts, [n, permutations]."""

@@ -115,9 +115,9 @@ def keys(signatures: np.ndarray, settings: NearDuplicates) -> np.ndarray:
     return np.ascontiguousarray(key.T)
 
 
-def are_similar(one: np.ndarray, other: np.ndarray, settings: NearDuplicates) -> np.ndarray:
+def are_similar(first: np.ndarray, other: np.ndarray, settings: NearDuplicates) -> np.ndarray:
     """Whether the signatures [n, permutations] in the same rows are of similar documents, [n] bool."""
-    return (one == other).sum(axis=1) >= settings.similarity * settings.permutations
+    return (first == other).sum(axis=1) >= settings.similarity * settings.permutations
 
 
 class Groups:

@@ -108,7 +108,7 @@ def _hash(part: CorpusPart, settings: CorpusPreparation, on_new: Callable[[int, 
 def kept_documents(
     part: CorpusPart, settings: CorpusPreparation, retained: np.ndarray
 ) -> Iterator[tuple[int, Document]]:
-    """Reads the documents of a part that are still kept, and their numbers; `kept`: [n] bool, of the first n."""
+    """Reads the documents of a part that are still kept, and their numbers; `retained`: [n] bool, of the first n."""
     for number, document in enumerate(PartReader(part, settings.fields)):
         if number == len(retained):
             return
@@ -117,7 +117,7 @@ def kept_documents(
 
 
 def sketch_part(part: CorpusPart, settings: CorpusPreparation, retained: np.ndarray) -> Sketched:
-    """Filters the documents of a part, and makes the signatures of the others; `kept`: [n] bool, no exact duplicates.
+    """Filters the documents of a part, and makes the signatures of the others; `retained`: [n] bool, no exact duplicates.
 
     Raises:
       UserError: a library is not installed.

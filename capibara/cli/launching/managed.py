@@ -38,16 +38,16 @@ _STARTED = (State.WAITING, State.RUNNING)
 
 def main(argv: Sequence[str]) -> int:
     """Parses the command line and does it; returns the exit code."""
-    what = argv[0]
-    parser = Parser(f"capibara launch {what}", description=_TEXTS[what], allow_abbrev=False)
-    if what in ("status", "logs", "cancel", "resume"):
-        parser.add_argument("name", nargs=1 if what in ("status", "logs") else "+", help="of the job")
+    verb = argv[0]
+    parser = Parser(f"capibara launch {verb}", description=_TEXTS[verb], allow_abbrev=False)
+    if verb in ("status", "logs", "cancel", "resume"):
+        parser.add_argument("name", nargs=1 if verb in ("status", "logs") else "+", help="of the job")
     jobs.add_state(parser)
-    if what in ("list", "status"):
+    if verb in ("list", "status"):
         parser.add_argument("--json", action="store_true", help="print JSON")
-    if what in ("cancel", "resume"):
+    if verb in ("cancel", "resume"):
         parser.add_argument("--detach", action="store_true", help="leave it to a manager that runs")
-    if what == "manage":
+    if verb == "manage":
         parser.add_argument("--forever", action="store_true", help="wait for jobs that are launched later, too")
     args = parser.parse_args(list(argv[1:]))
     if args.state and not os.path.exists(os.path.expanduser(args.state)):
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             if records.find(name) is None:
                 known = [item.name for item in records.all()]
                 raise UserError(f"there is no job {name!r}{did_you_mean(name, known, 'jobs')} in {records.path}")
-        return _ACTIONS[what](records, args)
+        return _ACTIONS[verb](records, args)
 
 
 def check(backend: Backend, spec: JobSpec, args: argparse.Namespace) -> None:

@@ -63,7 +63,7 @@ def median(values_RC: jax.Array, chosen_R: jax.Array) -> jax.Array:
 
 
 def mean_around_median(values_RC: jax.Array, chosen_R: jax.Array, retained: jax.Array) -> jax.Array:
-    """The mean [C] of the `kept` chosen values that are nearest to the median of each coordinate.
+    """The mean [C] of the `retained` chosen values that are nearest to the median of each coordinate.
 
     Of two values that are equally far the smaller is nearer, whichever node sent it.
     """

@@ -76,9 +76,10 @@ def references(stacked: PyTree, reference: PyTree | None) -> list[jax.Array]:
     return jax.tree.leaves(reference)
 
 
-def _shapes(one: PyTree) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
+def _shapes(values: PyTree) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
     return {
-        name: (jnp.shape(leaf), jnp.result_type(leaf)) for name, leaf in zip(tree.path_names(one), jax.tree.leaves(one))
+        name: (jnp.shape(leaf), jnp.result_type(leaf))
+        for name, leaf in zip(tree.path_names(values), jax.tree.leaves(values))
     }
 
 

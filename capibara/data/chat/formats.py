@@ -386,13 +386,13 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(item) for key, item in value.items() if item is not None or key in ("default", "const")}
 
 
-def _json(text: object, where: str, what: str) -> Any:
+def _json(text: object, where: str, subject: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(f"{where}: {what} must be JSON ({error}): {_short(text)}") from None
+        raise UserError(f"{where}: {subject} must be JSON ({error}): {_short(text)}") from None
 
 
 def _object(record: object, where: str) -> Mapping[str, Any]:

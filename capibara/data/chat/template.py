@@ -261,8 +261,8 @@ class ChatTemplate:
                 variables = template_process.asked_by(template)
             except TemplateError as error:
                 place = f"{self._where(name)}{f':{error.line}' if error.line else ''}"
-                what = "is no Jinja template" if error.is_syntax else "is no template that can be used"
-                raise UserError(f"{place} {what}: {one_line(error)}") from None
+                fault = "is no Jinja template" if error.is_syntax else "is no template that can be used"
+                raise UserError(f"{place} {fault}: {one_line(error)}") from None
             self._check_tokens(set(variables), name)
             self._checked[name] = template, template.key, frozenset(variables)
         return self._checked[name]

@@ -213,12 +213,12 @@ def listed(name: str, patterns: Sequence[str], kind: Kind) -> tuple[list[str], i
 
 def _no_file(name: str, pattern: str) -> str:
     if os.path.lexists(pattern):
-        what = "is a link to nothing" if not os.path.exists(pattern) else "is no regular file"
-        return f"{name} ({pattern!r}) {what}: name a file, a folder or a glob"
+        fault = "is a link to nothing" if not os.path.exists(pattern) else "is no regular file"
+        return f"{name} ({pattern!r}) {fault}: name a file, a folder or a glob"
     return f"{name} ({pattern!r}) matches no file"
 
 
-def inside(name: str, folder: str, is_read: Callable[[str], bool], what: str) -> tuple[list[str], int]:
+def inside(name: str, folder: str, is_read: Callable[[str], bool], subject: str) -> tuple[list[str], int]:
     """The files of a folder on this machine, and of the folders in it, that are read, and how much it has besides, which is logged.
 
     Args:
@@ -242,7 +242,7 @@ def inside(name: str, folder: str, is_read: Callable[[str], bool], what: str) ->
         files.remove(path)
         left_out.append(path)
     if not files:
-        raise UserError(f"{name} ({folder!r}) is a folder without a file of {what}: name files, or a glob")
+        raise UserError(f"{name} ({folder!r}) is a folder without a file of {subject}: name files, or a glob")
     _tell_left_out(name, folder, files, left_out)
     return files, len(left_out)
 

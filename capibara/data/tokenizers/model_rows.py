@@ -47,7 +47,7 @@ def check_vocabulary(vocabulary: Vocabulary, rows: int, where: str) -> None:
         )
 
 
-def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary | None, what: str) -> None:
+def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary | None, subject: str) -> None:
     """Checks the ids of a request.
 
     Args:
@@ -62,7 +62,7 @@ def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary | None, what
     for token in ids:
         if not isinstance(token, (int, np.integer)) or not 0 <= token < rows:
             shown = named(int(token), vocabulary) if isinstance(token, (int, np.integer)) else short(token)
-            raise UserError(f"{what} has token {shown}, must be from 0 to {rows - 1}: the model has {rows} rows")
+            raise UserError(f"{subject} has token {shown}, must be from 0 to {rows - 1}: the model has {rows} rows")
 
 
 def named(token: int, vocabulary: Vocabulary | None) -> str:

@@ -197,9 +197,11 @@ class Engine:
           RuntimeError: the devices returned other tokens than there.
         """
 
-        def submit(one: Submission) -> None:
-            options: dict[str, Any] = {"adapter": one.adapter, "spelled": one.spelled}
-            stream = self.submit(one.ids, one.sampling, ends=one.ends, likeliest=one.likeliest, **options)
+        def submit(submission: Submission) -> None:
+            options: dict[str, Any] = {"adapter": submission.adapter, "spelled": submission.spelled}
+            stream = self.submit(
+                submission.ids, submission.sampling, ends=submission.ends, likeliest=submission.likeliest, **options
+            )
             stream.forward(lambda _: None)
 
         self._loop.follow(messages, submit)

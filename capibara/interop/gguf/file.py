@@ -116,36 +116,36 @@ class GgufFile:
         infos = [self._info() for _ in range(tensors)]
         self.tensors = self._placed(infos)
 
-    def _take(self, size: int, what: str) -> int:
+    def _take(self, size: int, subject: str) -> int:
         begin = self._at
         if size > self._size - begin:
-            raise limits.Refused(f"{what} needs {size:,} bytes at {begin:,}, the file has {self._size:,}")
+            raise limits.Refused(f"{subject} needs {size:,} bytes at {begin:,}, the file has {self._size:,}")
         self._at += size
         return begin
 
-    def _number(self, kind: str, what: str) -> Any:
+    def _number(self, kind: str, subject: str) -> Any:
         dtype = np.dtype(kind)
-        value = np.frombuffer(self._content, dtype, 1, self._take(dtype.itemsize, what))[0]
+        value = np.frombuffer(self._content, dtype, 1, self._take(dtype.itemsize, subject))[0]
         return bool(value) if kind == "?" else value.item()
 
-    def _count(self, what: str, most: int) -> int:
-        result = self._number("<u8", f"the number of {what}")
+    def _count(self, subject: str, most: int) -> int:
+        result = self._number("<u8", f"the number of {subject}")
         if result > most:
-            raise limits.Refused(f"it says {result:,} {what}, must have at most {most:,}")
+            raise limits.Refused(f"it says {result:,} {subject}, must have at most {most:,}")
         return result
 
-    def _text(self, what: str, most: int) -> str:
+    def _text(self, subject: str, most: int) -> str:
         if self._size - self._at < 8:
-            raise limits.Refused(f"{what} is cut off at {self._at:,}")
+            raise limits.Refused(f"{subject} is cut off at {self._at:,}")
         (size,) = struct.unpack_from("<Q", self._content, self._at)
         self._at += 8
         if size > most:
-            raise limits.Refused(f"{what} has {size:,} bytes, must have at most {most:,}")
-        begin = self._take(size, what)
+            raise limits.Refused(f"{subject} has {size:,} bytes, must have at most {most:,}")
+        begin = self._take(size, subject)
         try:
             return self._content[begin : begin + size].decode()
         except UnicodeDecodeError:
-            raise limits.Refused(f"{limits.shortened(what)[1:-1]} is no UTF-8 text: it is corrupted") from None
+            raise limits.Refused(f"{limits.shortened(subject)[1:-1]} is no UTF-8 text: it is corrupted") from None
 
     def _value(self, key: str, kind: int) -> Value:
         if kind == _STRING:
@@ -164,8 +164,8 @@ class GgufFile:
         if kind == _STRING:
             return [self._text(key, _TEXT_BYTES) for _ in range(count)]
         if kind not in _SCALARS:
-            what = "arrays" if kind == _ARRAY else f"values of type {kind}"
-            raise limits.Refused(f"{limits.shortened(key)} is an array of {what}, which no model has")
+            kinds = "arrays" if kind == _ARRAY else f"values of type {kind}"
+            raise limits.Refused(f"{limits.shortened(key)} is an array of {kinds}, which no model has")
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self._content, dtype, count, self._take(count * dtype.itemsize, key)).tolist()
 

@@ -75,8 +75,8 @@ class GgufModel:
             raise UserError(f"{path}: {error}") from None
         # Errors here are the file's fault: the code expects consistent metadata.
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
-            what = f"{type(error).__name__}: {limits.cause(error)}"
-            raise UserError(f"{path}: its metadata contradict themselves ({what}): get it again") from error
+            cause = f"{type(error).__name__}: {limits.cause(error)}"
+            raise UserError(f"{path}: its metadata contradict themselves ({cause}): get it again") from error
         for name in ("bos", "eos", "pad"):  # None too: transformers would use another model's default
             self.config[f"{name}_token_id"] = _value(file, f"tokenizer.ggml.{gguf_vocabulary.KEYS[name]}_token_id")
 

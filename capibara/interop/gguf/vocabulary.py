@@ -366,8 +366,8 @@ def _byte_level_pieces(spec: Mapping[str, Any]) -> dict[str, Any]:
     ignores = bool(spec["model"].get("ignore_merges"))
     name = next((name for name, pre in PRES.items() if (pre.splits, pre.ignore_merges) == (splits, ignores)), None)
     if name is None or odd:
-        what = f"a normalizer {odd[0]}" if odd else f"a pre_tokenizer that splits by {list(splits)}"
-        raise UserError(f"tokenizer.json has {what}, which is none of those known for GGUF: {', '.join(PRES)}")
+        fault = f"a normalizer {odd[0]}" if odd else f"a pre_tokenizer that splits by {list(splits)}"
+        raise UserError(f"tokenizer.json has {fault}, which is none of those known for GGUF: {', '.join(PRES)}")
     return {"ggml.model": "gpt2", "ggml.pre": name, "ggml.merges": [" ".join(pair) for pair in _pairs(spec)]}
 
 

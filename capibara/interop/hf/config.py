@@ -55,8 +55,8 @@ def from_hf(values: Values, *, dtype: str = "bfloat16") -> TransformerConfig:
         raise
     # Errors here are the file's fault: the code expects valid values.
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-        what = f"{type(error).__name__}: {limits.cause(error)}"
-        raise UserError(f"config.json cannot be read ({what}): copy the file again") from error
+        cause = f"{type(error).__name__}: {limits.cause(error)}"
+        raise UserError(f"config.json cannot be read ({cause}): copy the file again") from error
 
 
 def _from_hf(values: Values, family: Family, dtype: str) -> TransformerConfig:

@@ -78,8 +78,8 @@ def _check_ranges(ranges: dict[str, tuple[int, int]], size: int) -> None:
     last = 0
     for name, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):
         if begin != last:
-            what = "overlaps another tensor" if begin < last else "is not where the one before it ends"
-            raise limits.Refused(f"{limits.shortened(name)} {what}")
+            fault = "overlaps another tensor" if begin < last else "is not where the one before it ends"
+            raise limits.Refused(f"{limits.shortened(name)} {fault}")
         last = end
     if last != size:
         raise limits.Refused(f"its tensors have {last:,} bytes, the file has {size:,} for them")

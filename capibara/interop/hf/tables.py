@@ -212,8 +212,12 @@ T5X_DECODER = rows(
         ("decoder/token_embedder/embedding", "v d", "embedding"),
         (_X + "pre_self_attention_layer_norm/scale", "d", "layers/attention_norm/scale"),
         *(
-            (_X + f"self_attention/{one.name}/kernel", f"{letters(one.in_axes)} {letters(one.out_axes)}", A + one.name)
-            for one in projections.ATTENTION
+            (
+                _X + f"self_attention/{projection.name}/kernel",
+                f"{letters(projection.in_axes)} {letters(projection.out_axes)}",
+                A + projection.name,
+            )
+            for projection in projections.ATTENTION
         ),
         (_X + "pre_mlp_layer_norm/scale", "d", "layers/mlp_norm/scale"),
         (_X + "mlp/wi_0/kernel", "d f", M + "gate"),

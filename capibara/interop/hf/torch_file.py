@@ -249,16 +249,16 @@ def _named(module: str, name: str) -> Any:
     if module == "torch" and name in _KINDS:
         return name  # calling it yields no tensor
     if (module, name) not in _CALLABLE:
-        what = limits.shortened(f"{module}.{name}")[1:-1]
-        raise Refused(f"it would run {what}, must hold only tensors: save its state_dict()")
+        shown = limits.shortened(f"{module}.{name}")[1:-1]
+        raise Refused(f"it would run {shown}, must hold only tensors: save its state_dict()")
     return torch_pickle.Named(module, name)
 
 
 def _stored(pid: object) -> _Storage:
     if type(pid) is not tuple or len(pid) < 5:
         raise torch_pickle.Broken("a storage of another kind")
-    what, kind, key, _, count, *view = pid
-    if what != "storage" or type(kind) is not str or kind not in _KINDS or any(part is not None for part in view):
+    tag, kind, key, _, count, *view = pid
+    if tag != "storage" or type(kind) is not str or kind not in _KINDS or any(part is not None for part in view):
         raise torch_pickle.Broken("a storage of another kind")
     if type(key) is not str or type(count) is not int or not 0 <= count <= _MOST:
         raise torch_pickle.Broken("a storage whose size is no usual number")

@@ -106,10 +106,10 @@ class _Machine:
                 module, of = self._last(2)
                 self.stack[-2:] = [self._named(_text(module), _text(of))]
             case "REDUCE" | "NEWOBJ":
-                what, arguments = self._last(2)
-                if not isinstance(what, Named) or not isinstance(arguments, tuple):
+                target_class, arguments = self._last(2)
+                if not isinstance(target_class, Named) or not isinstance(arguments, tuple):
                     raise Broken("it calls what is no function")
-                self.stack[-2:] = [self._call(what.module, what.name, arguments)]
+                self.stack[-2:] = [self._call(target_class.module, target_class.name, arguments)]
             case "BUILD":  # sets an OrderedDict's attributes, which are not tensors
                 self.stack.pop()
                 self.stack[-1]

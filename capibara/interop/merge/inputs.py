@@ -144,23 +144,23 @@ class Tensors:
         return hashing.hash_of("".join(f"{name} {self._hashes[name]}\n" for name in sorted(self._hashes)).encode())
 
 
-def read_whole(one: Described, target: str, reader: ModelReader, show: Show) -> ForeignModel:
+def read_whole(described: Described, target: str, reader: ModelReader, show: Show) -> ForeignModel:
     """Writes a run, or an adapter merged into its base, to a new folder in float32, to be read tensor by tensor."""
-    show("reading", one.path)
-    source = conversion.opened(one.path, one.base, reader)
-    if isinstance(source, OurModel) and one.base is not None:
+    show("reading", described.path)
+    source = conversion.opened(described.path, described.base, reader)
+    if isinstance(source, OurModel) and described.base is not None:
         for field in ("head", "num_layers"):
-            if getattr(source.model.config, field, None) != getattr(one.model.config, field, None):
+            if getattr(source.model.config, field, None) != getattr(described.model.config, field, None):
                 raise UserError(
-                    f"{one.path} is an adapter with which its base has another {field}: write that model first, capibara "
-                    f"convert --from={one.path}, and name it"
+                    f"{described.path} is an adapter with which its base has another {field}: write that model first, capibara "
+                    f"convert --from={described.path}, and name it"
                 )
     conversion.write(source, target, "hf", "f32", reader.save)
     return open_model.open_model(target)
 
 
-def config_of(one: Described) -> Mapping[str, Any]:
+def config_of(described: Described) -> Mapping[str, Any]:
     """The config.json that transformers would have for a model."""
-    if isinstance(one.source, OurModel):
-        return one.source.config
-    return hf_config.to_hf(one.model.config, one.source.config)
+    if isinstance(described.source, OurModel):
+        return described.source.config
+    return hf_config.to_hf(described.model.config, described.source.config)

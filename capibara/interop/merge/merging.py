@@ -125,7 +125,7 @@ class _Lazy(Sequence[np.ndarray]):
 
 
 def merge(
-    what: Merge, target: str, form: str | None, dtype: str | None, reader: ModelReader, show: Show = _silent
+    merge: Merge, target: str, form: str | None, dtype: str | None, reader: ModelReader, show: Show = _silent
 ) -> str:
     """Merges models and writes the result; returns a line that describes it.
 
@@ -133,7 +133,7 @@ def merge(
     lies in a temporary folder beside the target in float32.
 
     Args:
-      what: the models and the method.
+      merge: the models and the method.
       target: a new folder or file; it gets a report of the merge, or x.gguf one beside it, x.merge.json.
       form: one of hf, pytorch, gguf, t5x and capibara; None: gguf if the target's name ends so, else hf.
       dtype: of the stored tensors, as in conversion.convert; None: that of the models if they have the same, else f32.
@@ -149,26 +149,26 @@ def merge(
     conversion.check_target(target, form, dtype)
     if os.path.lexists(report := _report_path(target)):
         raise UserError(f"{report} exists already: name another --to, or remove it")
-    what.method.check(len(what.models), has_base=what.base is not None)
-    paths = [*what.models, *([what.base] if what.base is not None else [])]
-    models = [inputs.described(path, what.base if path != what.base else None, reader) for path in paths]
-    inputs.check_alike(models, tokenizer=what.tokenizer, in_layers=not assembly.takes_layers(what.method))
-    like = _like(models, what)
+    merge.method.check(len(merge.models), has_base=merge.base is not None)
+    paths = [*merge.models, *([merge.base] if merge.base is not None else [])]
+    models = [inputs.described(path, merge.base if path != merge.base else None, reader) for path in paths]
+    inputs.check_alike(models, tokenizer=merge.tokenizer, in_layers=not assembly.takes_layers(merge.method))
+    like = _like(models, merge)
     result_type = like.config["model_type"]
-    parts = assembly.parts_of(what.method, like.model, result_type, models[0])
-    names = assembly.names_of(what.method, models[0], result_type)
+    parts = assembly.parts_of(merge.method, like.model, result_type, models[0])
+    names = assembly.names_of(merge.method, models[0], result_type)
     with partial.beside(os.path.abspath(target) + ".models") as spool:
         opened: dict[str, Tensors] = {}  # a model that is named twice is read once
         for i, item in enumerate(models):
             if item.path not in opened:
                 opened[item.path] = _tensors(item, os.path.join(spool, str(i)), names, reader, show)
         tensors = [opened[model.path] for model in models]
-        base = tensors[-1] if what.base is not None else None
-        own, stored = tensors[: len(what.models)], _dtype(models)
-        merged = MergedModel(own, base, what.method, what.seed, like, parts, stored, show)
+        base = tensors[-1] if merge.base is not None else None
+        own, stored = tensors[: len(merge.models)], _dtype(models)
+        merged = MergedModel(own, base, merge.method, merge.seed, like, parts, stored, show)
         summary = conversion.write(merged, target, form, dtype, reader.save)
-        outputs.save(report, json.dumps(_report(what, tensors, merged), indent=1) + "\n")
-    return f"{summary}; {what.method.name} of {_count(what.models)}, see {report}"
+        outputs.save(report, json.dumps(_report(merge, tensors, merged), indent=1) + "\n")
+    return f"{summary}; {merge.method.name} of {_count(merge.models)}, see {report}"
 
 
 def _count(models: Sequence[str]) -> str:
@@ -179,15 +179,15 @@ def _report_path(target: str) -> str:
     return f"{target.removesuffix('.gguf')}.{REPORT}" if target.endswith(".gguf") else os.path.join(target, REPORT)
 
 
-def _like(models: Sequence[Described], what: Merge) -> OurModel:
+def _like(models: Sequence[Described], merge: Merge) -> OurModel:
     """The result without values: configuration made of the first model's, tokenizer of the named one, cards of all."""
-    speaks = next(item for item in models if item.path == (what.tokenizer or models[0].path))
-    model = assembly.result_of(what.method, models[: len(what.models)])
+    speaks = next(item for item in models if item.path == (merge.tokenizer or models[0].path))
+    model = assembly.result_of(merge.method, models[: len(merge.models)])
     config = dict(inputs.config_of(models[0]))
     if model is not models[0].model:
         config = hf_config.to_hf(model.config, config)
     cards = {item.path: (item.source.about, item.source.config) for item in models}
-    about = model_card.of_merged(cards, what.method.name)
+    about = model_card.of_merged(cards, merge.method.name)
     return OurModel(model, model.abstract_params, config, dict(speaks.source.tokenizer), about)
 
 
@@ -197,25 +197,25 @@ def _dtype(models: Sequence[Described]) -> str:
     return {"bf16": "bfloat16", "f16": "float16"}.get(result.pop() if len(result) == 1 else "", "float32")
 
 
-def _tensors(one: Described, spool: str, names: str, reader: ModelReader, show: Show) -> Tensors:
-    if isinstance(one.source, OurModel):
+def _tensors(described: Described, spool: str, names: str, reader: ModelReader, show: Show) -> Tensors:
+    if isinstance(described.source, OurModel):
         os.makedirs(os.path.dirname(spool), exist_ok=True)
-        source = inputs.read_whole(one, spool, reader, show)
+        source = inputs.read_whole(described, spool, reader, show)
     else:
-        source = one.source
-    return Tensors(one.path, source, one.model, names)
+        source = described.source
+    return Tensors(described.path, source, described.model, names)
 
 
-def _report(what: Merge, tensors: Sequence[Tensors], merged: MergedModel) -> dict[str, Any]:
-    settings: Mapping[str, Any] = dataclasses.asdict(what.method)
+def _report(merge: Merge, tensors: Sequence[Tensors], merged: MergedModel) -> dict[str, Any]:
+    settings: Mapping[str, Any] = dataclasses.asdict(merge.method)
     models = [{"path": tensor.path, "weights_hash": tensor.hash} for tensor in tensors]
     return {
-        "method": what.method.name,
+        "method": merge.method.name,
         "settings": settings,
-        "seed": what.seed,
-        "models": models[: len(what.models)],
-        "base": models[-1] if what.base is not None else None,
-        "tokenizer": what.tokenizer or what.models[0],
+        "seed": merge.seed,
+        "models": models[: len(merge.models)],
+        "base": models[-1] if merge.base is not None else None,
+        "tokenizer": merge.tokenizer or merge.models[0],
         "model_type": merged.config["model_type"],
         "tensors": len(merged.shapes()),
         "capibara": __version__,

@@ -33,15 +33,15 @@ def tokens_of(files: Mapping[str, bytes], path: str) -> dict[str, int]:
     return {}
 
 
-def difference(one: Tokens, other: Tokens) -> str | None:
+def difference(first: Tokens, other: Tokens) -> str | None:
     """The first contradiction between two tokenizers, as "'a' is 5, not 7"; None: there is none.
 
     A token that only one of them has is none, if the other has no token of its id.
     """
-    by_id = {i: token for token, i in one.items()}
+    by_id = {i: token for token, i in first.items()}
     for token, i in sorted(other.items(), key=lambda pair: pair[1]):
-        if one.get(token, i) != i:
-            return f"{token!r} is token {i}, not {one[token]}"
+        if first.get(token, i) != i:
+            return f"{token!r} is token {i}, not {first[token]}"
         if by_id.get(i, token) != token:
             return f"token {i} is {token!r}, not {by_id[i]!r}"
     return None

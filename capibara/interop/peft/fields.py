@@ -91,8 +91,8 @@ def _is_tokens(value: Any) -> bool:
 
 
 def _is_ranges(value: Any) -> bool:
-    def is_range(one: Any) -> bool:
-        return isinstance(one, list) and len(one) == 2 and all(map(_is_int, one)) and 0 <= one[0] < one[1]
+    def is_range(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == 2 and all(map(_is_int, value)) and 0 <= value[0] < value[1]
 
     return _is_list(is_range)(value) and len(value) <= _PATTERNS
 
@@ -271,8 +271,8 @@ def read(folder: str) -> dict[str, Any]:
 def _check(path: str, name: str, value: Any, field: Field) -> None:
     if not field.kind.fits(value):
         fix = _FIX if field.use is Use.REFUSED else "name a folder that PEFT wrote"
-        what = f"which is not supported ({field.about})" if field.use is Use.REFUSED else f"must be {field.kind.must}"
-        raise UserError(f"{path} has {_shown(name, value)}, {what}: {fix}")
+        fault = f"which is not supported ({field.about})" if field.use is Use.REFUSED else f"must be {field.kind.must}"
+        raise UserError(f"{path} has {_shown(name, value)}, {fault}: {fix}")
     for part, inner in (value.items() if isinstance(value, dict) else ()) if name in PARTS else ():
         if part not in PARTS[name]:
             _check_neutral(path, f"{name}.{part}", inner)

@@ -71,11 +71,11 @@ def pairs(params: Params, model: Model, model_type: str) -> Iterator[Pair]:
     rows = tables.of(model_type, shapes, {})
     trained = next((path for row in rows for path in row.ours if lora.trains(path)), None)
     if lora.trainable_tokens:
-        what = "Lora.trainable_tokens has rows of the embedding"
-        raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
+        part = "Lora.trainable_tokens has rows of the embedding"
+        raise UserError(f"{part}, which is more than pairs of matrices: write the merged model, --format=gguf")
     if lora.dora or trained is not None:
-        what = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} in full"
-        raise UserError(f"{what}, which is more than pairs of matrices: write the merged model, --format=gguf")
+        part = "Lora.dora has magnitudes" if lora.dora else f"Lora.modules_to_save trains {trained} in full"
+        raise UserError(f"{part}, which is more than pairs of matrices: write the merged model, --format=gguf")
     values = dict(zip(tree.path_names(params), jax.tree.leaves(params), strict=True))
     for row in rows:
         if any(f"{path}_lora/b" in values for path in row.ours):
@@ -230,9 +230,9 @@ def read_adapted(
         raise
     # Errors here are the file's fault: the code expects valid names and shapes.
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, re.error) as error:
-        what = f"{type(error).__name__}: {limits.cause(error)}"
+        cause = f"{type(error).__name__}: {limits.cause(error)}"
         raise UserError(
-            f"{folder} is no adapter that can be read ({what}): name a folder that PEFT has written"
+            f"{folder} is no adapter that can be read ({cause}): name a folder that PEFT has written"
         ) from error
 
 

@@ -74,8 +74,10 @@ def as_pairs(
             continue
         if weight is None or ".experts." in module:
             field = changing or "lora_bias"
-            what = "of experts" if weight is not None else "which changes the base, and is not read alone"
-            raise UserError(f"{folder} has {field} = {config[field]!r}, {what}: merge it, capibara convert --format=hf")
+            reason = "of experts" if weight is not None else "which changes the base, and is not read alone"
+            raise UserError(
+                f"{folder} has {field} = {config[field]!r}, {reason}: merge it, capibara convert --format=hf"
+            )
         scale = fields.scale_of(name, config)
         if module + BIAS in stored:
             _add_bias(stored, module, scale, weight, folder)

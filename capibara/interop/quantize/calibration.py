@@ -69,9 +69,9 @@ def _tokenizer_errors(folder: str) -> Iterator[None]:
     except UserError as error:
         if folder not in str(error):
             raise
-        what, _, _ = str(error).replace(folder, TOKENIZER_FILE).partition(": name it with")
+        message, _, _ = str(error).replace(folder, TOKENIZER_FILE).partition(": name it with")
         raise UserError(
-            f"the tokenizer of --from cannot be used: {what}: put the model's own files beside it"
+            f"the tokenizer of --from cannot be used: {message}: put the model's own files beside it"
         ) from None
 
 

@@ -36,9 +36,11 @@ _PROJECTIONS = (
     *(*projections.EXPERTS, *projections.SHARED, *projections.LATENT),
 )
 # The weights that are quantized -> the projection that reads the same inputs.
-_LINEAR = {one.path: one.reads_as for one in _PROJECTIONS}
+_LINEAR = {projection.path: projection.reads_as for projection in _PROJECTIONS}
 # Dimensions of their inputs, in the letters of interop.hf.tensors.
-_INPUTS = {one.path: letters(one.in_axes) for one in _PROJECTIONS if one.in_axes != ("latent",)}
+_INPUTS = {
+    projection.path: letters(projection.in_axes) for projection in _PROJECTIONS if projection.in_axes != ("latent",)
+}
 
 
 class Form(Protocol):

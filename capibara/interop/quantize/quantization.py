@@ -31,10 +31,10 @@ from capibara.models import api
 _INTEGERS = (".qweight", ".qzeros", ".g_idx")  # parts of a weight in words
 _BATCH = 8  # rows that are run at once
 # Weights with the same inputs as another one.
-_READS = {one.path: one.reads_as for one in projections.QUANTIZABLE}
+_READS = {projection.path: projection.reads_as for projection in projections.QUANTIZABLE}
 _INPUTS = tuple(dict.fromkeys(_READS.values()))
 # Dimensions of a weight's inputs, in the letters of interop.hf.tensors.
-_LETTERS = {one.name: tensors.letters(one.in_axes) for one in projections.QUANTIZABLE}
+_LETTERS = {projection.name: tensors.letters(projection.in_axes) for projection in projections.QUANTIZABLE}
 # Readers of AWQ divide some families' activations by these tensors, and do not assume 1 for missing ones.
 _ACTIVATION_SCALES = {"gpt_neox": "gpt_neox.layers.{l}.mlp.act.scales"}
 

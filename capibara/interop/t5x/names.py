@@ -21,7 +21,10 @@ from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 from capibara.interop.hf.tables import T5X_DECODER_TYPE
 
 # Kernels are matrices [inputs, outputs].
-_ATTENTION = {one.name: f"{letters(one.in_axes)} {letters(one.out_axes)}" for one in projections.ATTENTION}
+_ATTENTION = {
+    projection.name: f"{letters(projection.in_axes)} {letters(projection.out_axes)}"
+    for projection in projections.ATTENTION
+}
 
 
 def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tuple[str, str]]:

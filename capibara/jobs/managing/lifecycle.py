@@ -183,29 +183,35 @@ class Lifecycle:
             return Decision(record=record, delete=self._to_delete(others))
         return Decision(record=self._failed(record, spec, "its resource is gone", now_s))
 
-    def _look(self, record: Record, spec: JobSpec, one: Resource, seen: Seen, now_s: float) -> Decision:
+    def _look(self, record: Record, spec: JobSpec, resource: Resource, seen: Seen, now_s: float) -> Decision:
         """A job whose present resource is there."""
-        code = seen.outcome.code if not self.knows_result or one.phase is Phase.FAILED else None
-        if one.phase is Phase.SUCCEEDED or (code == 0 and not self.knows_result):
+        code = seen.outcome.code if not self.knows_result or resource.phase is Phase.FAILED else None
+        if resource.phase is Phase.SUCCEEDED or (code == 0 and not self.knows_result):
             return Decision(record=ending(record, State.SUCCEEDED, "", now_s))
-        if one.phase is Phase.PREEMPTED:
-            return Decision(record=self._again(record, spec, one.reason or "preempted", now_s))
-        if one.phase is Phase.CANCELLED:
-            return Decision(record=ending(record, State.CANCELLED, one.reason or f"{one.id} was cancelled", now_s))
-        if one.phase is Phase.DELETING:
-            return Decision(record=dataclasses.replace(record, reason=one.reason or "its resource is being deleted"))
-        if code == exits.EXIT_USER_ERROR or one.is_denied:
-            reason = one.reason if one.is_denied else f"exit code 2: {seen.outcome.message}"
+        if resource.phase is Phase.PREEMPTED:
+            return Decision(record=self._again(record, spec, resource.reason or "preempted", now_s))
+        if resource.phase is Phase.CANCELLED:
+            return Decision(
+                record=ending(record, State.CANCELLED, resource.reason or f"{resource.id} was cancelled", now_s)
+            )
+        if resource.phase is Phase.DELETING:
+            return Decision(
+                record=dataclasses.replace(record, reason=resource.reason or "its resource is being deleted")
+            )
+        if code == exits.EXIT_USER_ERROR or resource.is_denied:
+            reason = resource.reason if resource.is_denied else f"exit code 2: {seen.outcome.message}"
             return Decision(record=ending(record, State.FAILED, reason, now_s))
-        if code or one.phase is Phase.FAILED:
-            reason = f"exit code {code}: {seen.outcome.message}" if code else one.reason or "failed"
+        if code or resource.phase is Phase.FAILED:
+            reason = f"exit code {code}: {seen.outcome.message}" if code else resource.reason or "failed"
             return Decision(record=self._failed(record, spec, reason, now_s))
-        if one.is_partial:
+        if resource.is_partial:
             return Decision(record=dataclasses.replace(record, state=State.SUBMITTING, submit_s=now_s), submit=True)
-        if one.phase is Phase.WAITING:  # perhaps once more, as when a queue suspends a job
-            return Decision(record=dataclasses.replace(_spent(record, now_s), state=State.WAITING, reason=one.reason))
+        if resource.phase is Phase.WAITING:  # perhaps once more, as when a queue suspends a job
+            return Decision(
+                record=dataclasses.replace(_spent(record, now_s), state=State.WAITING, reason=resource.reason)
+            )
         record = dataclasses.replace(
-            record, state=State.RUNNING, reason=one.reason, running_s=record.running_s or now_s
+            record, state=State.RUNNING, reason=resource.reason, running_s=record.running_s or now_s
         )
         if spec.longest_s is not None and record.spent_s(now_s) >= spec.longest_s:
             return Decision(record=ending(record, State.FAILED, over_budget(spec), now_s))

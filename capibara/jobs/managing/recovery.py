@@ -94,9 +94,9 @@ def _running_s(spec: JobSpec, resource: Resource) -> float:
     return resource.created_s
 
 
-def _differences(one: Backend, other: Backend) -> str:
-    mine, theirs = vars(one), vars(other)
-    if type(one) is not type(other):
-        return f"it is of {one.name}"
+def _differences(first: Backend, other: Backend) -> str:
+    mine, theirs = vars(first), vars(other)
+    if type(first) is not type(other):
+        return f"it is of {first.name}"
     different = [name for name in mine if mine[name] != theirs[name]]
     return ", ".join(f"{name} is {mine[name]}, not {theirs[name]}" for name in different)

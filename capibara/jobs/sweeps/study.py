@@ -213,9 +213,9 @@ class _Running:
                 return True
             if trial.stop_step is None or is_known:
                 self._launcher.start(trial)
-                what = "was started before" if is_known else "is started"
+                event = "was started before" if is_known else "is started"
                 again = " again" if trial.state is State.RUNNING and not is_known else ""
-                self._say(f"trial {trial.name} {what}{again}: {trial.shown}")
+                self._say(f"trial {trial.name} {event}{again}: {trial.shown}")
         except TryAgain as error:
             self._fault(f"trial {trial.name} cannot be started", error)
             return False
@@ -225,7 +225,7 @@ class _Running:
 
     def _look(self, trial: Trial) -> bool:
         """Takes what a run has reported, stops or ends it; returns whether it has ended."""
-        what = f"trial {trial.name} cannot be seen"
+        event = f"trial {trial.name} cannot be seen"
         try:
             status = self._launcher.state(trial)
             report = self._metric.read(trial.model_dir)  # after its state, so that of one that has ended it is all
@@ -237,9 +237,9 @@ class _Running:
                 self._launcher.stop(trial)
                 self._ending.add(trial.number)
         except TryAgain as error:
-            self._fault(what, error)
+            self._fault(event, error)
             return False
-        self._faults.pop(what, None)
+        self._faults.pop(event, None)
         return False
 
     def _seen(self, trial: Trial, report: Report) -> Trial:
@@ -277,8 +277,8 @@ class _Running:
         self._folder.save(trial)
         self._trials[trial.number] = trial
 
-    def _fault(self, what: str, error: TryAgain) -> None:
+    def _fault(self, event: str, error: TryAgain) -> None:
         """Says once that something does not answer."""
-        if self._faults.get(what) != str(error):
-            self._faults[what] = str(error)
-            self._say(f"{what}: {error}; it is tried again")
+        if self._faults.get(event) != str(error):
+            self._faults[event] = str(error)
+            self._say(f"{event}: {error}; it is tried again")

@@ -343,9 +343,9 @@ def _labels(resource: QueuedResource) -> dict[str, str]:
     return dict(specs[0].node.labels) if specs else {}
 
 
-def _is_same(one: Resource, other: Resource) -> bool:
-    of_one, of_other = one.attempt, other.attempt
-    return (one.job, of_one.launch, of_one.number) == (other.job, of_other.launch, of_other.number)
+def _is_same(first: Resource, other: Resource) -> bool:
+    of_one, of_other = first.attempt, other.attempt
+    return (first.job, of_one.launch, of_one.number) == (other.job, of_other.launch, of_other.number)
 
 
 def _word(message: Message, field: str) -> str:

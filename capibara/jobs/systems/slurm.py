@@ -251,7 +251,7 @@ def _fault(
 
     Args:
       command: its name.
-      said: its message.
+      output: its message.
       other: the error for messages that are none of the known ones.
       fixes: of those; pattern -> what the user can do.
     """

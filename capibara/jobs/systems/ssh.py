@@ -219,13 +219,13 @@ class SshHosts(System):
     def close(self) -> None:
         pass
 
-    def _check_free(self, spec: JobSpec, one: _Seen) -> None:
-        if [*one.hosts] != self._hosts:
+    def _check_free(self, spec: JobSpec, host: _Seen) -> None:
+        if [*host.hosts] != self._hosts:
             raise UserError(
-                f"job {spec.name} runs on {one.host} with --hosts={','.join(one.hosts)}: cancel it with these, or choose "
+                f"job {spec.name} runs on {host.host} with --hosts={','.join(host.hosts)}: cancel it with these, or choose "
                 "another --name"
             )
-        if attempt_of(one.labels) != attempt_of(spec.all_labels):
+        if attempt_of(host.labels) != attempt_of(spec.all_labels):
             raise Exists(f"{spec.name}, another attempt")
 
     def _start(self, host: str, script: bytes) -> int:

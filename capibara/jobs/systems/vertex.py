@@ -220,12 +220,12 @@ class _Place:
         return f"projects/{self.project}/locations/{self.region}"
 
     @contextlib.contextmanager
-    def errors(self, verb: str, what: str) -> Iterator[None]:
+    def errors(self, verb: str, action: str) -> Iterator[None]:
         """Within it, the client's errors become Busy, Denied and UserError.
 
         Args:
           verb: of the right: aiplatform.customJobs.VERB.
-          what: of the verb, for the message.
+          action: of the verb, for the message.
         """
         import urllib3
         from google.api_core.exceptions import GoogleAPICallError
@@ -235,7 +235,7 @@ class _Place:
         try:
             yield
         except GoogleAPICallError as error:
-            raise self._refusal(error, verb, what) from None
+            raise self._refusal(error, verb, action) from None
         except GoogleAuthError as error:
             raise self._no_token(error, verb) from None
         except (OSError, urllib3.exceptions.HTTPError) as error:  # requests' errors are OSErrors
@@ -243,7 +243,7 @@ class _Place:
         except (JsonError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
             raise Busy(f"Vertex AI in {self.region} answers with something that cannot be read") from None
 
-    def _refusal(self, error: GoogleAPICallError, verb: str, what: str) -> Exception:
+    def _refusal(self, error: GoogleAPICallError, verb: str, action: str) -> Exception:
         message = re.sub(r"^[A-Z]+ \S+: ", "", error.message)  # the client puts the call before it
         words, every = _line(message), f"{' '.join(message.split())} {json.dumps(error.details, default=str)}"
         code = int(error.code or 0)
@@ -263,7 +263,7 @@ class _Place:
                 mend = f"gcloud services enable aiplatform.googleapis.com --project={self.project}"
             return Denied(f"{self._right(verb)} is denied: {words}: {mend}")
         mend = f": are --project={self.project} and --region={self.region} right?" if code == 404 else ""
-        return UserError(f"Vertex AI refuses to {verb} {what}: {words}{mend}")
+        return UserError(f"Vertex AI refuses to {verb} {action}: {words}{mend}")
 
     def _no_token(self, error: GoogleAuthError, verb: str) -> Exception:
         from google.auth import exceptions

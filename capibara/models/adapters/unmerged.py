@@ -73,14 +73,14 @@ class PlainModel(Protocol):
     def config(self) -> HasLayers: ...
 
 
-def check(model: PlainModel, one: Adapter) -> None:
+def check(model: PlainModel, adapter: Adapter) -> None:
     """Checks that the model can run with this adapter unmerged.
 
     Raises:
       UserError: the adapter belongs to another model, or works only when merged.
     """
     axes, known = _flat(model.axes), _flat(model.abstract_params)
-    for name in _flat(one.values):
+    for name in _flat(adapter.values):
         owner, _, part = name.rpartition("/")
         weight = owner.removesuffix(SUFFIX)
         if weight == owner or part not in _PARTS:
@@ -100,11 +100,11 @@ def check(model: PlainModel, one: Adapter) -> None:
                 f"{weight} is of experts or their router, whose adapters must be merged: use capibara convert"
             )
         if part == "b":
-            _check_shape(weight, known[weight].shape, one)
+            _check_shape(weight, known[weight].shape, adapter)
 
 
-def _check_shape(weight: str, shape: tuple[int, ...], one: Adapter) -> None:
-    a, b, _ = _factors(one)[weight]
+def _check_shape(weight: str, shape: tuple[int, ...], adapter: Adapter) -> None:
+    a, b, _ = _factors(adapter)[weight]
     result = (*b.shape[:1], *a.shape[1:-1], *b.shape[2:])
     if result != shape or a.shape[0] != shape[0]:
         raise UserError(
@@ -208,9 +208,9 @@ class _RowAdapters:
         return jnp.einsum("BTR,BRO->BTO", h_BTR, b_BRO).reshape(B, T, *b.shape[2:])
 
 
-def magnitudes_of(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def magnitudes_of(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """The inputs of `gain` besides the weight, by name, for each weight of an adapter with magnitudes (DoRA)."""
-    return {name: (a, b, magnitude) for name, (a, b, magnitude) in _factors(one).items() if magnitude is not None}
+    return {name: (a, b, magnitude) for name, (a, b, magnitude) in _factors(adapter).items() if magnitude is not None}
 
 
 def gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) -> jax.Array:
@@ -220,16 +220,16 @@ def gain(weight: jax.Array, a: jax.Array, b: jax.Array, magnitude: jax.Array) ->
     return sharding.constrain(result, (None,) * result.ndim)
 
 
-def _factors(one: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+def _factors(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """By weight name: `a` [L, in ..., r], `b` [L, r, out ...] with the scale in it, and the magnitudes or None."""
-    flat, result = _flat(one.values), {}
+    flat, result = _flat(adapter.values), {}
     names = [name.removesuffix(_END) for name in flat if name.endswith(_END)]
     for name in names:
         owner = name.rpartition("/")[0]
         beside = {other.rpartition("/")[2] for other in names if other.rpartition("/")[0] == owner}
-        a = np.asarray(flat[f"{owner}/{one.lora.first_of(name, beside)}{SUFFIX}/a"], np.float32)
+        a = np.asarray(flat[f"{owner}/{adapter.lora.first_of(name, beside)}{SUFFIX}/a"], np.float32)
         b = np.asarray(flat[name + _END], np.float32)
-        scales = np.asarray(one.lora.of_layers(name, range(len(b)))[1], np.float32)
+        scales = np.asarray(adapter.lora.of_layers(name, range(len(b)))[1], np.float32)
         result[name] = a, b * scales.reshape(-1, *(1,) * (b.ndim - 1)), flat.get(f"{name}{SUFFIX}/magnitude")
     return result
 

@@ -256,12 +256,12 @@ class _EventFile:
 
         self._do(lambda writer: writer.write_event(Event(wall_time=time.time(), step=int(step), **fields)))
 
-    def _do(self, what: Callable[[Any], Any]) -> None:
+    def _do(self, action: Callable[[Any], Any]) -> None:
         with self._lock:
             if self._writer is None:
                 return
             try:
-                what(self._writer)
+                action(self._writer)
             except Exception as error:  # bucket libraries raise errors of their own
                 self._forget()
                 logging.getLogger(__name__).warning(

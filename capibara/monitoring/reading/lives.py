@@ -83,7 +83,7 @@ class Lives:
 
         Args:
           train: all rows.
-          kept: how many are left: those that are added later count.
+          count: how many are left: those that are added later count.
         """
         if self._open:
             self._follow(train)

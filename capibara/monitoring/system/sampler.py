@@ -159,15 +159,15 @@ class SystemSampler(Callback):
 
     def _warning(self, values: Mapping[str, SystemValue]) -> str | None:
         """A line on memory that is nearly full, once for the host and once for the devices."""
-        for what in ("host", "device"):
-            used, limit = values[f"{what}_memory_bytes"], values[f"{what}_memory_limit_bytes"]
-            if not isinstance(used, (int, float)) or not isinstance(limit, (int, float)) or what in self._warned:
+        for source in ("host", "device"):
+            used, limit = values[f"{source}_memory_bytes"], values[f"{source}_memory_limit_bytes"]
+            if not isinstance(used, (int, float)) or not isinstance(limit, (int, float)) or source in self._warned:
                 continue
             if used >= self._how.warn_share * limit > 0 and self._how.warn_share < 1:
-                self._warned.add(what)
+                self._warned.add(source)
                 largest = devices.listed(devices.largest(arrays=self._run.arrays))
                 return (
-                    f"warning: {what} memory is nearly full: {used / 2**30:.2f} of {limit / 2**30:.2f} GiB "
+                    f"warning: {source} memory is nearly full: {used / 2**30:.2f} of {limit / 2**30:.2f} GiB "
                     f"({used / limit:.0%}); largest arrays on a device: {largest}"
                 )
         return None

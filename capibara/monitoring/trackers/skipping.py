@@ -45,14 +45,14 @@ class Skipping(Tracker):
     def finish(self, reason: str) -> None:
         self._tracker.finish(reason)
 
-    def _try(self, moment: Moment, what: str, call: Callable[[], None]) -> None:
+    def _try(self, moment: Moment, action: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Refused as error:
             self._in_a_row += 1
             if self._in_a_row > _MOST_IN_A_ROW:
                 raise
-            about = " ".join(redact(f"{what[:60]} of step {moment.step}: {error}").split())
+            about = " ".join(redact(f"{action[:60]} of step {moment.step}: {error}").split())
             line = f"{self._label} does not take {about[:_LONGEST_ERROR]}; skipped"
             if line not in self._said and len(self._said) < _MOST_SAID:
                 self._said.add(line)

@@ -211,7 +211,9 @@ def device_tokens(work: Workload, stack: Stack, choice: Choice) -> float:
 
 
 # Results as wide as an MLP's hidden layer.
-_HIDDEN = tuple(one.result for one in projections.MLP + projections.EXPERTS if one.out_axes == ("mlp",))
+_HIDDEN = tuple(
+    projection.result for projection in projections.MLP + projections.EXPERTS if projection.out_axes == ("mlp",)
+)
 
 
 def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, float]:

@@ -244,28 +244,33 @@ def _proof(walk: VerifiedRanking) -> Iterable[str]:
         yield f"learned: memory of plans with {_kind(kind)}, beside their state, x {scale:.2f}"
 
 
-def reason_ranked_lower(one: Ranked, walk: VerifiedRanking, work: Workload) -> str:
+def reason_ranked_lower(candidate: Ranked, walk: VerifiedRanking, work: Workload) -> str:
     """Why a plan ranks below the first."""
     best = walk.ranked[0]
-    if not one.fits:
-        return f"memory: {one.missing_bytes / GIB:.1f} GiB too much"
+    if not candidate.fits:
+        return f"memory: {candidate.missing_bytes / GIB:.1f} GiB too much"
     if walk.question.goal is Goal.LARGEST_BATCH:
-        rows, most = one.choice.batch_size(work), best.choice.batch_size(work)
+        rows, most = candidate.choice.batch_size(work), best.choice.batch_size(work)
         if rows > most:
             return f"{rows} rows are not compiled, {most} are proven"
         if rows < most:
             return f"{1 - rows / most:.1%} fewer rows"
-    slower = best.cost.tokens_per_s / one.cost.tokens_per_s - 1
+    slower = best.cost.tokens_per_s / candidate.cost.tokens_per_s - 1
     if slower < 0.0005:
         return "equally fast within the predictions' accuracy: the first is simpler"
-    ours, its = _parts(best.cost), _parts(one.cost)
+    ours, its = _parts(best.cost), _parts(candidate.cost)
     grown = {name: its[name] - ours[name] for name in its}
     why = max(grown, key=grown.__getitem__)
     if why == "on chip":
-        again = one.cost.flops.recompute / one.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
+        again = (
+            candidate.cost.flops.recompute / candidate.cost.tokens > 1.01 * best.cost.flops.recompute / best.cost.tokens
+        )
         compute = "recomputes more" if again else "more compute"
-        by = {compute: one.cost.compute_s + one.cost.elementwise_s, "more traffic to HBM": one.cost.hbm_s}
-        by["more traffic over PCIe"] = one.cost.host_s
+        by = {
+            compute: candidate.cost.compute_s + candidate.cost.elementwise_s,
+            "more traffic to HBM": candidate.cost.hbm_s,
+        }
+        by["more traffic over PCIe"] = candidate.cost.host_s
         why = max(by, key=by.__getitem__)
     return f"{slower:.1%} slower: {why}"
 
@@ -282,9 +287,9 @@ def _parts(cost: Cost) -> dict[str, float]:
     return {name: amount / cost.tokens for name, amount in parts.items()}
 
 
-def _uncorrected_peak(one: Ranked, work: Workload) -> float:
+def _uncorrected_peak(candidate: Ranked, work: Workload) -> float:
     """The predicted peak without corrections from compiles, which would turn it into the compiler's figure."""
-    return predict(work, one.choice, most_bytes=one.limit_bytes).peak
+    return predict(work, candidate.choice, most_bytes=candidate.limit_bytes).peak
 
 
 def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:

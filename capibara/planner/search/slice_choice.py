@@ -83,7 +83,7 @@ def best(offers: Sequence[Offer], args: argparse.Namespace) -> Offer:
     """The offer that meets the goal best.
 
     Args:
-      found: from `offers`.
+      offers: from `offers`.
       args: the flags: goal, tokens_per_s, tokens, max_days, usd_per_chip_hour.
 
     Raises:

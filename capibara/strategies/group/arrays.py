@@ -103,8 +103,8 @@ def _check_names(names: set[str], wanted: set[str]) -> None:
     if names == wanted:
         return
     missing, extra = sorted(wanted - names), sorted(names - wanted)
-    what = f"{missing[0]} is missing" if missing else f"{limits.shortened(extra[0])} is unknown"
-    raise UserError(f"its parameters are not the group's: {what}, {len(missing) + len(extra)} of {len(wanted)} differ")
+    fault = f"{missing[0]} is missing" if missing else f"{limits.shortened(extra[0])} is unknown"
+    raise UserError(f"its parameters are not the group's: {fault}, {len(missing) + len(extra)} of {len(wanted)} differ")
 
 
 def _check(array: np.ndarray, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:

@@ -70,7 +70,7 @@ class LossScaling:
 
 
 def select(is_finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` if `made` (a replicated bool scalar), otherwise `old`, bit for bit; both have the same shapes and dtypes."""
+    """`new` if `is_finite` (a replicated bool scalar), otherwise `old`, bit for bit; both have the same shapes and dtypes."""
     return jax.tree.map(functools.partial(_either, is_finite), new, old)
 
 

@@ -121,22 +121,22 @@ class Watchdog:
             self._since_s = self._now_s()
 
     @contextlib.contextmanager
-    def allowing(self, what: str, limit: str) -> Iterator[None]:
+    def allowing(self, action: str, limit: str) -> Iterator[None]:
         """A context for work outside of steps.
 
         Args:
-          what: its name in the error.
+          action: its name in the error.
           limit: the field of Watch that limits each part of it.
         """
-        with self._at(what, limit):
+        with self._at(action, limit):
             yield
         self._since_s, self._timed, self._steps = self._now_s(), False, 0
 
     @contextlib.contextmanager
-    def left_out(self, what: str, limit: str) -> Iterator[None]:
+    def left_out(self, action: str, limit: str) -> Iterator[None]:
         """As `allowing`, between two steps: its time is excluded from the step time."""
         since_s, began_s = self._since_s, self._now_s()
-        with self._at(what, limit):
+        with self._at(action, limit):
             yield
         self._since_s = since_s + self._now_s() - began_s
 
@@ -145,9 +145,9 @@ class Watchdog:
         self._phase, self._since_s = _Phase("the last save", "save_s"), self._now_s()
 
     @contextlib.contextmanager
-    def _at(self, what: str, limit: str) -> Iterator[None]:
+    def _at(self, action: str, limit: str) -> Iterator[None]:
         before, self._since_s = self._phase, self._now_s()
-        self._phase = _Phase(what, limit)
+        self._phase = _Phase(action, limit)
         yield
         self._since_s = self._now_s()  # before the phase: the new limit may be shorter
         self._phase = before

@@ -61,13 +61,13 @@ def _check_parts(body: bytes, most_tokens: int) -> None:
     if plain.count(b'"') > 2 * _MOST_CONTAINERS:
         raise _too_many(_MOST_CONTAINERS, "texts")
     outside = b"".join(plain.split(b'"')[::2])
-    for signs, most, what in limits:
+    for signs, most, subject in limits:
         if sum(map(outside.count, signs)) > most:
-            raise _too_many(most, what)
+            raise _too_many(most, subject)
 
 
-def _too_many(most: int, what: str) -> Refusal:
-    return Refusal(400, f"the body has more than {most} {what}: send less at once", code="too_many_values")
+def _too_many(most: int, subject: str) -> Refusal:
+    return Refusal(400, f"the body has more than {most} {subject}: send less at once", code="too_many_values")
 
 
 def check_prompt(

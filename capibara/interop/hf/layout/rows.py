@@ -16,10 +16,17 @@ from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 _LAYER = {
     **{f"{name}_norm/{part}": "ld" for name in ("attention", "mlp", "branch") for part in ("scale", "bias")},
     **{f"{name}_post_norm/scale": "ld" for name in ("attention", "mlp")},
-    **{one.path: "l" + letters(one.axes) for one in projections.ATTENTION + projections.MLP},
-    **{f"first_{one.path}": "l" + letters(one.axes) for one in projections.MLP},
-    **{f"{one.path}_bias": "l" + letters(one.out_axes) for one in projections.ATTENTION + projections.MLP},
-    **{f"{one.path}_norm/{part}": "lh" for one in (projections.QUERY, projections.KEY) for part in ("scale", "bias")},
+    **{projection.path: "l" + letters(projection.axes) for projection in projections.ATTENTION + projections.MLP},
+    **{f"first_{projection.path}": "l" + letters(projection.axes) for projection in projections.MLP},
+    **{
+        f"{projection.path}_bias": "l" + letters(projection.out_axes)
+        for projection in projections.ATTENTION + projections.MLP
+    },
+    **{
+        f"{projection.path}_norm/{part}": "lh"
+        for projection in (projections.QUERY, projections.KEY)
+        for part in ("scale", "bias")
+    },
     "attention/sinks": "ln",
 }
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
@@ -60,12 +67,12 @@ _LAYOUTS |= {  # of Gemma 3n
 }
 EXPERTS = {
     "layers/mlp/router": "lde",
-    **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.EXPERTS},
+    **{f"layers/{projection.path}": "l" + letters(projection.axes) for projection in projections.EXPERTS},
     "layers/mlp/router_bias": "le",
     "layers/mlp/correction": "le",
     "layers/mlp/shared_switch": "lds",
-    **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.SHARED},
-    **{f"layers/{one.path}_bias": "le" + letters(one.out_axes) for one in projections.EXPERTS},
+    **{f"layers/{projection.path}": "l" + letters(projection.axes) for projection in projections.SHARED},
+    **{f"layers/{projection.path}_bias": "le" + letters(projection.out_axes) for projection in projections.EXPERTS},
 }
 
 Rows = tuple[Tensor, ...]

@@ -161,9 +161,9 @@ def _not_finite(train: View) -> Iterator[Found]:
     for row in rows.tolist():
         if row > last + 1:
             is_loss = loss is not None and bool(np.isinf(loss[row]))
-            what = "the loss is not finite" if is_loss else "updates were skipped, their numbers not finite"
+            fault = "the loss is not finite" if is_loss else "updates were skipped, their numbers not finite"
             is_over = bool(row + 1 < len(train) and not bad[-1])
-            yield _at(train, row, Kind.NAN, Severity.SERIOUS, f"{what} at step {train.steps[row]}", is_over=is_over)
+            yield _at(train, row, Kind.NAN, Severity.SERIOUS, f"{fault} at step {train.steps[row]}", is_over=is_over)
         last = row
 
 

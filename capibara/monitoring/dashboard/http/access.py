@@ -273,9 +273,9 @@ def _token_of(scope: Scope) -> str | None:
     return values[0] if values else None
 
 
-def _same(one: str, other: str) -> bool:
+def _same(first: str, other: str) -> bool:
     """Whether two secrets are equal, without a hint in the time that it takes."""
-    digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (one, other)]
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (first, other)]
     return hmac.compare_digest(*digests)
 
 

@@ -17,7 +17,7 @@ from capibara.inference.engine.runner import decode, step_rows
 from capibara.inference.sampling.grammar import Grammar
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Indexer, LatentAttention, Lora
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Indexer, LatentAttention, Lora, Mamba2
 from capibara.sharding import Plan
 
 VOCABULARY, SLOTS, LENGTH = ByteVocabulary(), 8, 512
@@ -26,6 +26,7 @@ LATENT = LatentAttention(
     kv_rank=12, query_rank=20, rotary_dim=8, value_dim=10, indexer=Indexer(heads=16, head_dim=12, top=5)
 )
 MIXER = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
+SCAN = Mamba2(heads=4, head_dim=8, state_dim=8, groups=2, norm="none")
 # Rows of 512 positions are read in blocks, those of 64 and those of a window are not.
 CASES = {
     "rows": (DecoderConfig(**SIZES, num_layers=2), {}, LENGTH),
@@ -34,6 +35,12 @@ CASES = {
     "pages": (DecoderConfig(**SIZES, num_layers=2), dict(page_size=16, pages=80), LENGTH),
     "window": (DecoderConfig(**SIZES, num_layers=2, layer_pattern=("local", "global"), window=8), {}, 64),
     "recurrent": (DecoderConfig(**SIZES, num_layers=2, layer_pattern=("recurrent", "global"), mixer=MIXER), {}, 64),
+    # A layer with keys in pages and a state.
+    "hybrid in pages": (
+        DecoderConfig(**SIZES, num_layers=2, layer_pattern=("hybrid",), mixer=SCAN),
+        dict(page_size=16),
+        64,
+    ),
     "latent": (DecoderConfig(**SIZES, num_layers=1, head_dim=14, latent=LATENT), {}, 64),
     "guesses": (DecoderConfig(**SIZES, num_layers=2), dict(draft_tokens=3), 64),
     "guesses in pages": (DecoderConfig(**SIZES, num_layers=2), dict(draft_tokens=3, page_size=16), 64),

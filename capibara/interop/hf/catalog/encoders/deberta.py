@@ -88,11 +88,13 @@ _SELF = "deberta.encoder.layer.{l}.attention.self."
 _OF_POSITIONS = {
     "relative_embedding": "rd",
     **dict.fromkeys(("relative_norm/scale", "relative_norm/bias"), "d"),
-    **{f"layers/{one.path}": "l" + letters(one.axes) for one in projections.POSITIONS},
-    **{f"layers/{one.path}_bias": "l" + letters(one.out_axes) for one in projections.POSITIONS},
+    **{f"layers/{projection.path}": "l" + letters(projection.axes) for projection in projections.POSITIONS},
+    **{f"layers/{projection.path}_bias": "l" + letters(projection.out_axes) for projection in projections.POSITIONS},
 }
 _DEBERTA = renamed(
-    BERT, ("bert.", "deberta."), *((f"self.{one.name}", f"self.{one.name}_proj") for one in projections.ATTENTION)
+    BERT,
+    ("bert.", "deberta."),
+    *((f"self.{projection.name}", f"self.{projection.name}_proj") for projection in projections.ATTENTION),
 )
 _DEBERTA += rows(
     [

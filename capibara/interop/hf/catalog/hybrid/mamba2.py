@@ -37,8 +37,8 @@ from capibara.interop.hf.layout.rows import (
 from capibara.models.api import DecoderConfig, Mamba2, Moe, Rope, TransformerConfig
 
 _X = "layers/mixer/"
-_INTO = " ".join(f"{_X}{one.name}" for one in projections.MAMBA)
-_CONVS = " ".join(f"{_X}{one.name}_conv" for one in projections.MAMBA_CONVOLVED)
+_INTO = " ".join(f"{_X}{projection.name}" for projection in projections.MAMBA)
+_CONVS = " ".join(f"{_X}{projection.name}_conv" for projection in projections.MAMBA_CONVOLVED)
 _LAYOUTS = {
     **{f"{_X}{projections.MAMBA_GATE.name}{part}": layout for part, layout in (("", "ldnh"), ("_bias", "lnh"))},
     _X + "value_conv": "lnhk",
