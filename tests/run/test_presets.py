@@ -27,7 +27,7 @@ GIVEN = {
     "MODEL_DIR": "'run'", "TRAIN_STEPS": "100", "INIT_FROM": "'start'", "FILES": "('a.jsonl',)", "FOLDER": "'set'",
     "TOKENIZER": "'model'", "DATASET_PATH": "'set'", "MODELS": "('a', 'b')", "EXCHANGE": "'exchange'",
     "REWARDS": "(@exact_answer,)", "NAME": "'a'", "CHOICES": "('a.jsonl',)", "QUESTIONS": "('a.jsonl',)",
-    "PROBLEMS": "('a.jsonl',)", "TEXTS": "('a.jsonl',)",
+    "PROBLEMS": "('a.jsonl',)", "TEXTS": "('a.jsonl',)", "RULER": "('a.jsonl',)", "INDEX": "'index'",
 }  # fmt: skip
 
 
@@ -40,7 +40,7 @@ TASKS = {
     **dict.fromkeys(
         (
             f"runs/{name}.gin"
-            for name in ("ppo", "reinforce_pp", "rloo", "sapo", "cispo", "gspo", "dapo", "dr_grpo", "grpo")
+            for name in ("ppo", "reinforce_pp", "rloo", "sapo", "cispo", "gspo", "dapo", "dr_grpo", "grpo", "memory")
         ),
         "tasks/prompts.gin",
     ),

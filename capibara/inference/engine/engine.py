@@ -197,11 +197,9 @@ class Engine:
           RuntimeError: the devices returned other tokens than there.
         """
 
-        def submit(submission: Submission) -> None:
-            options: dict[str, Any] = {"adapter": submission.adapter, "spelled": submission.spelled}
-            stream = self.submit(
-                submission.ids, submission.sampling, ends=submission.ends, likeliest=submission.likeliest, **options
-            )
+        def submit(item: Submission) -> None:
+            options: dict[str, Any] = {"adapter": item.adapter, "spelled": item.spelled}
+            stream = self.submit(item.ids, item.sampling, ends=item.ends, likeliest=item.likeliest, **options)
             stream.forward(lambda _: None)
 
         self._loop.follow(messages, submit)
