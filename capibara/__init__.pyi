@@ -114,6 +114,7 @@ from capibara.evaluation.metrics import token_f1 as token_f1
 from capibara.evaluation.programs import PassAtK as PassAtK
 from capibara.evaluation.sandbox.sandbox import Sandbox as Sandbox
 from capibara.evaluation.seqio_tasks import SeqioEvaluation as SeqioEvaluation
+from capibara.evaluation.statistics.stopping import SequentialStopping as SequentialStopping
 from capibara.evaluation.tasks import EvalTask as EvalTask
 from capibara.inference.engine.cache.batching import EngineConfig as EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh as ServingMesh

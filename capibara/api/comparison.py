@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from capibara.core.types import UserError
+from capibara.evaluation.statistics.stopping import Reason, SequentialStopping, Stopped
 from capibara.storage import outputs
 
 if TYPE_CHECKING:
@@ -35,12 +36,14 @@ class Comparison:
       prompts: what was asked.
       answers: of each model, in the order of the prompts.
       scores: of each model's answers; None: nobody scored them.
+      stopped: how a sequential comparison stopped, with its interval; None: the number of prompts was fixed before.
     """
 
     names: tuple[str, str]
     prompts: tuple[str, ...]
     answers: tuple[tuple[str, ...], tuple[str, ...]]
     scores: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+    stopped: Stopped | None = None
 
     @property
     def differences(self) -> np.ndarray:
@@ -55,13 +58,23 @@ class Comparison:
         return second - first
 
     def interval(self, level: float = 0.95, seed: int = 0) -> tuple[float, float]:
-        """The bootstrap's confidence interval of the mean difference, over prompts (Efron 1979, percentiles)."""
+        """The bootstrap's confidence interval of the mean difference, over prompts (Efron 1979, percentiles).
+
+        Raises:
+          UserError: the answers have no scores, or their number was not fixed before.
+        """
+        self._check_fixed("interval")
         means = self._draws(self.differences, seed)
         low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
         return float(low), float(high)
 
     def p_value(self, seed: int = 0) -> float:
-        """How probable so large a mean difference is if none exists: a paired test by random signs, two-sided."""
+        """How probable so large a mean difference is if none exists: a paired test by random signs, two-sided.
+
+        Raises:
+          UserError: as for `interval`.
+        """
+        self._check_fixed("p_value")
         values, larger = self.differences, 0
         rng, most = np.random.default_rng(seed), abs(values.mean())
         for _ in range(_DRAWS // _PART):
@@ -75,11 +88,12 @@ class Comparison:
             equal = sum(a == b for a, b in zip(*self.answers))
             return f"{first} and {second}: {len(self.prompts)} prompts, {equal} equal answers"
         means = [float(np.mean(score)) for score in self.scores]
-        low, high = self.interval()
-        return (
-            f"{first} {means[0]:.4g}, {second} {means[1]:.4g}: difference {means[1] - means[0]:+.4g} "
-            f"(95% from {low:+.4g} to {high:+.4g}, p = {self.p_value():.3g}, {len(self.prompts)} prompts)"
-        )
+        if self.stopped is not None:
+            how = str(self.stopped)
+        else:
+            low, high = self.interval()
+            how = f"95% from {low:+.4g} to {high:+.4g}, p = {self.p_value():.3g}, {len(self.prompts)} prompts"
+        return f"{first} {means[0]:.4g}, {second} {means[1]:.4g}: difference {means[1] - means[0]:+.4g} ({how})"
 
     def html(self) -> str:
         """One page with the answers side by side."""
@@ -98,6 +112,12 @@ class Comparison:
             f"<tbody>{''.join(rows)}</tbody></table></html>\n"
         )
 
+    def _check_fixed(self, name: str) -> None:
+        if self.stopped is not None:
+            raise UserError(
+                f"{name} is for a number of prompts that was fixed before, and this comparison stopped early: use stopped.bound"
+            )
+
     @staticmethod
     def _draws(values: np.ndarray, seed: int) -> np.ndarray:
         """Means of resampled values, a part of them at a time."""
@@ -113,6 +133,7 @@ def compare(
     *,
     score: Score | None = None,
     out: str | None = None,
+    stopping: SequentialStopping | None = None,
     **sampling: Any,
 ) -> Comparison:
     """Answers of two models to the same prompts.
@@ -122,10 +143,11 @@ def compare(
       prompts: texts, which models with a chat template answer as a user's turn, and others continue.
       score: (prompt, answer) -> how good an answer is; None: none.
       out: a file for one HTML page of the answers; None: none.
+      stopping: stops as soon as the difference is known; None: all prompts are asked.
       sampling: as for `LanguageModel.generate`; greedy unless it names a temperature.
 
     Raises:
-      UserError: there are no prompts, or a score is no finite number.
+      UserError: there are no prompts, a score is no finite number, or is beyond `SequentialStopping.scores`.
     """
     for model in (first, second):
         if not hasattr(model, "generate"):
@@ -138,12 +160,52 @@ def compare(
     if out is not None:
         outputs.check_writable(out)
     options = {"temperature": 0.0} | sampling
-    answers = (_answers(first, asked, options), _answers(second, asked, options))
-    scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
-    result = Comparison(_names(first, second), asked, answers, scores)
+    if stopping is None:
+        answers = (_answers(first, asked, options), _answers(second, asked, options))
+        scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
+        result = Comparison(_names(first, second), asked, answers, scores)
+    elif score is None:
+        raise UserError("stopping needs scores: give score=function of (prompt, answer), or leave stopping out")
+    else:
+        result = _sequential(first, second, asked, score, stopping, options)
     if out is not None:
         outputs.save(out, result.html())
     return result
+
+
+def _sequential(
+    first: LanguageModel,
+    second: LanguageModel,
+    prompts: Sequence[str],
+    score: Score,
+    stopping: SequentialStopping,
+    options: dict[str, Any],
+) -> Comparison:
+    """Asks prompts in a random order, some at a time, until `stopping` has a reason or none is left."""
+    # In the file's order, such as easy ones first, later differences could have another mean than earlier ones.
+    order = np.random.default_rng(stopping.seed).permutation(len(prompts))
+    shuffled = tuple(prompts[i] for i in order)
+    sequence, reason, count = stopping.sequence(), None, 0
+    answers: tuple[list[str], list[str]] = ([], [])
+    scores: tuple[list[float], list[float]] = ([], [])
+    while reason is None and count < len(shuffled):
+        part = shuffled[count : count + stopping.every]
+        for i, model in enumerate((first, second)):
+            new = _answers(model, part, options)
+            answers[i].extend(new)
+            scores[i].extend(stopping.checked(_scores(score, part, new)))
+        for i in range(count, count + len(part)):
+            sequence.add(scores[1][i] - scores[0][i])
+        count += len(part)
+        reason = stopping.reason(sequence.bound)
+    stopped = Stopped(reason or Reason.ALL_ASKED, count, len(prompts), stopping.alpha, sequence.bound)
+    return Comparison(
+        _names(first, second),
+        shuffled[:count],
+        (tuple(answers[0]), tuple(answers[1])),
+        (tuple(scores[0]), tuple(scores[1])),
+        stopped,
+    )
 
 
 def _answers(model: LanguageModel, prompts: Sequence[str], options: dict[str, Any]) -> tuple[str, ...]:

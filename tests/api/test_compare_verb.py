@@ -37,6 +37,19 @@ def test_a_page_and_figures_say_which_is_better(folder, questions, tmp_path, cap
     assert "4 prompts, 4 equal answers" in out and f"{page}: the answers side by side" in out
 
 
+def test_it_stops_early_and_says_what_was_saved(folder, tmp_path, capfd):
+    """The same weights: surely no difference of 0.5 after some prompts of many."""
+    path, page = tmp_path / "questions.jsonl", tmp_path / "page.html"
+    path.write_text("".join(json.dumps({"prompt": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(64)))
+    asked = [f"{folder}/hf", f"{folder}/m.gguf", f"--prompts={path}", f"--out={page}", "--max_new_tokens=1"]
+    assert run(*asked, "--score=exact_match", "--stop_early", "--negligible=0.5", "--json") == 0
+    figures = json.loads(capfd.readouterr().out)
+    assert figures["reason"] == "negligible" and figures["asked"] < 64 == figures["prompts"]
+    assert figures["answers_saved"] == 2 * (64 - figures["asked"]) and figures["bound"]["high"] < 0.5
+    assert f"stopped after {figures['asked']} of 64 prompts" in page.read_text()
+    assert page.read_text().count("<tr>") == 1 + figures["asked"]
+
+
 @pytest.mark.parametrize(
     "text, name, flags, message",
     [
@@ -46,8 +59,12 @@ def test_a_page_and_figures_say_which_is_better(folder, questions, tmp_path, cap
         ('{"prompt": "a"}', "p.jsonl", ["--score=exact_match"], "p.jsonl:1 must be an object with prompt and answer"),
         ("a\n", "p.txt", ["--score=bleu"], "invalid choice: 'bleu'"),
         ("a\n", "p.txt", ["--temperature=-1"], "Sampling.temperature is -1.0"),
+        ("a\n", "p.txt", ["--stop_early"], "--stop_early needs --score: add --score=exact_match"),
+        ("a\n", "p.txt", ["--alpha=0.1"], "--alpha=0.1 is for --stop_early: add that"),
+        ("a\n", "p.txt", ["--negligible=0.1"], "--negligible=0.1 is for --stop_early: add that"),
+        ("a\n", "p.txt", ["--stop_early", "--score=token_f1", "--alpha=2"], "SequentialStopping.alpha is 2.0"),
     ],
-    ids=range(6),
+    ids=range(10),
 )
 def test_a_mistake_is_one_line(folder, tmp_path, capfd, text, name, flags, message):
     (tmp_path / name).write_text(text)

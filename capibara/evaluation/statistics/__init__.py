@@ -1,0 +1,1 @@
+"""Statistics of scores: intervals that hold while more scores arrive."""
