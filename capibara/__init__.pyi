@@ -124,6 +124,10 @@ from capibara.inference.sampling.grammar import Grammar as Grammar
 from capibara.inference.sampling.sampling import BeamSearch as BeamSearch
 from capibara.inference.sampling.sampling import Sampling as Sampling
 from capibara.inference.server.service.service import ServerConfig as ServerConfig
+from capibara.inference.thinking.best_of_n import BestOfN as BestOfN
+from capibara.inference.thinking.rounds import Rounds as Rounds
+from capibara.inference.thinking.self_consistency import SelfConsistency as SelfConsistency
+from capibara.inference.thinking.strategy import Thinking as Thinking
 from capibara.jobs.backends.gce import Gce as Gce
 from capibara.jobs.backends.gke import Gke as Gke
 from capibara.jobs.backends.slurm import Slurm as Slurm

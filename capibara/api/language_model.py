@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from capibara.api import verbs
 from capibara.api.scored_model import ScoredModel
+from capibara.cli.composition import models
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
@@ -22,6 +23,8 @@ from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.memory_agent.prompts import Prompts
 from capibara.inference.memory_agent.reading import Reading, read
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.thinking.answering import Asked, Thinker
+from capibara.inference.thinking.strategy import Answer, Strategy
 from capibara.interop import hub
 from capibara.interop.open_model import LoadedModel
 
@@ -87,7 +90,8 @@ class LanguageModel(ScoredModel):
           stream: whether to return an iterator of pieces of the text, as they are generated; not of a list.
           document: a text of any length, about which the prompt, a text or one message, asks; it is read chunk by chunk.
           memory: how the document is read; None: as `MemoryAgent()`.
-          sampling: fields of `capibara.Sampling` (`max_tokens` is `max_new_tokens`), `adapter` (a name), and `tools` of a chat.
+          sampling: fields of `capibara.Sampling` (`max_tokens` is `max_new_tokens`), `adapter` (a name), `tools` of a chat, and
+            `thinking`, a strategy as for `think`.
 
         Returns:
           The text without the prompt; for a list of prompts a list.
@@ -96,6 +100,12 @@ class LanguageModel(ScoredModel):
           UserError: an option is unknown or out of range, or there is no chat template.
         """
         tools, adapter = sampling.pop("tools", None), sampling.pop("adapter", None)
+        if (thinking := sampling.pop("thinking", None)) is not None:
+            others = {"stream": stream, "tools": tools is not None, "document": document is not None, "memory": memory is not None}
+            if name := next((name for name, is_given in others.items() if is_given), None):
+                raise UserError(f"{name} and thinking={thinking!r} do not go together: leave one out")
+            answers = [answer.text for answer in _thought(self, prompt, thinking, adapter, sampling)]
+            return answers[0] if _is_single(prompt) else answers
         options = _sampling(sampling)
         texts, messages = _asked(prompt)
         if document is not None:
@@ -119,6 +129,38 @@ class LanguageModel(ScoredModel):
         if stream:
             return _pieces(lambda: self.engine.submit(ids, options, ends=ends, adapter=adapter))
         return _text(self.engine.submit(ids, options, ends=ends, adapter=adapter))
+
+    @overload
+    def think(
+        self, prompt: str | Sequence[Message], strategy: Strategy, *, adapter: str | None = None, **sampling: Any
+    ) -> Answer: ...
+
+    @overload
+    def think(
+        self, prompt: list[str], strategy: Strategy, *, adapter: str | None = None, **sampling: Any
+    ) -> list[Answer]: ...
+
+    def think(
+        self,
+        prompt: str | Sequence[str] | Sequence[Message],
+        strategy: Strategy,
+        *,
+        adapter: str | None = None,
+        **sampling: Any,
+    ) -> Answer | list[Answer]:
+        """Like `generate`, by a strategy that generates several texts; says what they cost and how one was chosen.
+
+        Args:
+          prompt: as for `generate`; messages must end with a user's text.
+          strategy: `capibara.SelfConsistency`, `BestOfN` or `Rounds`.
+          adapter: name of the adapter to use; None: no adapter.
+          sampling: fields of `capibara.Sampling`, of each text.
+
+        Raises:
+          UserError: as for `generate`, or the sampling does not fit the strategy.
+        """
+        answers = _thought(self, prompt, strategy, adapter, sampling)
+        return answers[0] if _is_single(prompt) else answers
 
     def _texts(self, prompts: Sequence[str], options: Sampling, adapter: str | None) -> list[str]:
         """The texts after several prompts, which are generated together."""
@@ -221,6 +263,44 @@ def _sampling(fields: Mapping[str, Any]) -> Sampling:
     elif isinstance(values.get("stop", ()), list | None):
         values["stop"] = tuple(values["stop"] or ())
     return Sampling(**values)
+
+
+def _thought(
+    model: LanguageModel,
+    prompt: str | Sequence[str] | Sequence[Message],
+    strategy: object,
+    adapter: str | None,
+    sampling: Mapping[str, Any],
+) -> list[Answer]:
+    """The strategy's answer to a text, each of several, or messages."""
+    if not isinstance(strategy, Strategy):
+        raise UserError(f"the strategy is {strategy!r}, must be one such as cb.SelfConsistency(samples=8)")
+    options = _sampling(sampling)
+    strategy.check(options)
+    texts, messages = _asked(prompt)
+    if messages is None:
+        asked = [Asked(text, lambda text: (text, ()), options, adapter) for text in texts]
+    else:
+        asked = [_asked_turn(model._chat, messages, options, adapter)]
+    return Thinker(strategy, models.reward_model(strategy)).answers(model.engine, asked)
+
+
+def _asked_turn(chat: Chat, messages: list[dict[str, Any]], options: Sampling, adapter: str | None) -> Asked:
+    """The last turn of a conversation, which a strategy may ask in other words."""
+    *before, turn = messages
+    if turn["role"] != "user" or not isinstance(turn["content"], str):
+        raise UserError(f"the last message is {short(turn)}, must be a user's text for a strategy to ask it again")
+
+    def inputs(text: str) -> tuple[Sequence[int], Sequence[int]]:
+        conversation = Conversation([*before, {**turn, "content": text}])
+        return chat.ids_after(conversation, "messages"), chat.ends
+
+    return Asked(turn["content"], inputs, options, adapter, Conversation(before))
+
+
+def _is_single(prompt: str | Sequence[str] | Sequence[Message]) -> bool:
+    """Whether a prompt is a text or messages, which have one answer."""
+    return isinstance(prompt, str) or not all(isinstance(item, str) for item in prompt)
 
 
 def _asked(prompt: object) -> tuple[list[str], list[dict[str, Any]] | None]:

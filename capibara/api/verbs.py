@@ -139,7 +139,8 @@ def evaluate(
             f"{path} is no run, so it has no validation split: name tasks, such as {{'qa': cb.EvalTask(...)}}"
         )
     chosen: list[Task] = [
-        Ours(name, task, retrieving.items(name, task, limit)) for name, task in (tasks or {}).items()
+        Ours(name, task, retrieving.items(name, task, limit), models.reward_model(task.thinking))
+        for name, task in (tasks or {}).items()
     ] or [Validation()]
     with models.PARSING:
         subject = models.open_subject(path, step=step, weights=weights, trust=trust)

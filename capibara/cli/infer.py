@@ -59,7 +59,8 @@ def run(args: flags.Arguments) -> None:
     from capibara.core import devices
     from capibara.inference import sample, speed
     from capibara.inference.engine.engine import EngineConfig
-    from capibara.inference.interactive import files, terminal
+    from capibara.inference.interactive import files, single, terminal
+    from capibara.inference.thinking.strategy import Thinking
     from capibara.multihost import channel, hosts
 
     devices.start(args.emulate)
@@ -71,6 +72,10 @@ def run(args: flags.Arguments) -> None:
     data, about, names = loaded.dataset, loaded.about, [*loaded.paths, None]
     length, encoder_length, sampling = data.length, data.encoder_length, config.build(sample.Sampling)
     batching, talk = config.build(EngineConfig), models.chat_of(data) if args.chat else None
+    typed = talk and args.prompt is None and not args.prompts and sys.stdin.isatty()
+    single_text = next((flag for flag in ("benchmark", "document") if getattr(args, flag)), None)
+    single_text = f"--{single_text}" if single_text else "a chat on the terminal" if typed else None
+    thinker = models.thinker(config.build(Thinking).checked(sampling, single_text))
     opened = generation.open_reading(args, data, talk, sampling)
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
@@ -79,21 +84,22 @@ def run(args: flags.Arguments) -> None:
         models.engine_of(loaded, batchings[how]).follow(messages)
         return
     prompts = files.read_prompts(args.prompts, sampling, [*loaded.paths]) if args.prompts else []
-    typed = talk and args.prompt is None and sys.stdin.isatty()
-    how = "many" if args.prompts or args.benchmark else "typed" if typed else "one"
+    how = "many" if args.prompts or args.benchmark or thinker else "typed" if typed else "one"
     with channel.leading(line, {"how": how}) as send:
         engine = models.engine_of(loaded, batchings[how])
         engine.lead(send)
         if opened is not None:
             generation.read_document(engine, loaded, batchings["one"], opened, names[0])
-        elif how == "one":
-            generation.answer_prompt(engine, args.prompt, data, talk, sampling, names[0])
         elif args.benchmark:
             prompt_length, rows = (encoder_length or length) // 2, loaded.tokenizer.size
             print(speed.report(engine, sampling, prompt_length, rows, names[0]))
         elif args.prompts:
             about |= {"cache_dtype": str(batching.cache_dtype), "length": length, "chat": args.chat}
-            generation.complete_prompts(engine, prompts, args.out, talk, about)
+            generation.complete_prompts(engine, prompts, args.out, talk, about, thinker)
+        elif not typed:
+            prompt = files.read_standard_input() if args.prompt is None else args.prompt
+            item = files.Prompt(prompt, sampling, {}, "--prompt", names[0])
+            single.answer(engine, item, talk, thinker, length, encoder_length)
         elif talk is not None:
             with engine.start():
                 terminal.Talk(engine, talk, length, sampling, terminal.write, names[0]).run()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation
 from capibara.evaluation.metrics import Choice
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.scoring import Pair
@@ -22,6 +23,9 @@ from capibara.inference.memory_agent.prompts import Prompts
 from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling, changed
+from capibara.inference.thinking.answering import rate_of
+from capibara.inference.thinking.reward_model import RewardModel
+from capibara.inference.thinking.strategy import Answer, Draft, Draw, Strategy
 
 _AHEAD = 4  # queued requests per slot
 Show = Callable[[str, str], None]
@@ -77,6 +81,46 @@ def generated(
     if task.num_samples == 1:
         return texts
     return [texts[i : i + task.num_samples] for i in range(0, len(texts), task.num_samples)]
+
+
+def chosen(
+    subject: Subject,
+    name: str,
+    task: EvalTask,
+    items: Sequence[Item],
+    strategy: Strategy,
+    reward: RewardModel | None,
+    told: Predictions,
+    show: Show,
+) -> list[Answer]:
+    """The answers that a thinking strategy chooses; the file of predictions has all texts, and behind them the chosen ones."""
+
+    def ask_drafts(drafts: Sequence[Draft]) -> list[Draw]:
+        questions = [
+            _question(
+                subject,
+                name,
+                task,
+                draft.number,
+                dataclasses.replace(items[draft.number], prompt=draft.text),
+                draft.sample,
+            )
+            for draft in drafts
+        ]
+        tag = task.sampling.thinking_tags[1]
+        return [
+            Draw(line["prediction"], len(line["tokens"]), tag) for line in ask(subject, name, questions, told, show)
+        ]
+
+    prompts = [Conversation([{"role": "user", "content": item.prompt}]) for item in items]
+    answers = strategy.answers([item.prompt for item in items], ask_drafts, rate_of(reward, prompts))
+    for i, answer in enumerate(answers):
+        request = {"task": name, "example": i, "thinking": strategy.described()}
+        if told.known(request) is None:
+            told.add(
+                request, {"prediction": answer.text, "texts": answer.texts, "tokens": answer.tokens, **answer.about}
+            )
+    return answers
 
 
 def ask(

@@ -22,6 +22,8 @@ from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item
 from capibara.inference.sampling.sampling import changed
+from capibara.inference.thinking.reward_model import RewardModel
+from capibara.inference.thinking.strategy import Answer, Strategy
 from capibara.multihost import hosts
 
 _PACKAGES = ("jax", "flax", "numpy", "sacrebleu", "rouge-score", "seqio", "lm_eval")
@@ -34,6 +36,7 @@ class Ours:
     name: str
     task: EvalTask
     items: list[Item]
+    reward: RewardModel | None = None  # that EvalTask.thinking names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,11 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
     how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
     if task.retrieval is not None:
         how |= {"index": task.retrieval.index, "k": task.retrieval.k}
-    if task.choices is None:
+    if task.thinking is not None:
+        chosen = answers.chosen(subject, name, task, items, task.thinking, ours.reward, told, show)
+        results: list[Any] = [answer.text for answer in chosen]
+        how |= {"thinking": _thought(task.thinking, chosen), "sampling": changed(task.sampling)}
+    elif task.choices is None:
         results = answers.generated(subject, name, task, items, told, show)
         how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
         if task.memory is not None:
@@ -115,6 +122,17 @@ def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dic
     show(name, "metrics")
     result, about = hosts.of_first(lambda: _measured(ours, results))
     return _result({metric: Estimate(*item) for metric, item in result.items()}, **how, **about)
+
+
+def _thought(strategy: Strategy, chosen: Sequence[Answer]) -> dict[str, Any]:
+    """How a strategy answered: its options, what it cost, and how many votes were a tie."""
+    ties = [answer.about["tie"] for answer in chosen if "tie" in answer.about]
+    cost = {name: sum(getattr(answer, name) for answer in chosen) / len(chosen) for name in ("texts", "tokens")}
+    return (
+        strategy.described()
+        | {f"mean_{name}": value for name, value in cost.items()}
+        | ({"ties": sum(ties)} if ties else {})
+    )
 
 
 def _measured(ours: Ours, results: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:

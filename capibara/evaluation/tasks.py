@@ -17,6 +17,7 @@ from capibara.evaluation.metrics import choice_accuracy, name_of
 from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.memory_agent.reading import check_sampling
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.thinking.strategy import Strategy
 from capibara.retrieval import contexts
 from capibara.retrieval.contexts import Retrieval
 from capibara.retrieval.index import Index
@@ -49,6 +50,7 @@ class EvalTask:
       format: plain or chat.
       num_samples: number of answers to each prompt, with seeds from Sampling.seed on.
       sampling: sampling options of the answers.
+      thinking: how several texts become one answer: SelfConsistency, BestOfN or Rounds; None: one text is the answer.
       retrieval: the index whose chunks stand where `prompt` has {context}; None: lines have all that a prompt needs.
       memory: reads the line's document chunk by chunk, with `prompt` as the question; None: lines have no documents.
     """
@@ -62,6 +64,7 @@ class EvalTask:
     format: PromptFormat = PromptFormat.PLAIN
     num_samples: int = 1
     sampling: Sampling = Sampling(temperature=0.0)
+    thinking: Strategy | None = None
     retrieval: Retrieval | None = None
     memory: MemoryAgent | None = None
 
@@ -83,6 +86,8 @@ class EvalTask:
                 "num_samples = 1"
             )
         self._check_memory()
+        if self.thinking is not None:
+            self._check_thinking(self.thinking)
         try:
             fields = [part[1:] for part in string.Formatter().parse(self.prompt) if part[1] is not None]
         except ValueError as error:
@@ -113,7 +118,20 @@ class EvalTask:
             raise UserError(
                 f"EvalTask.choices is {self.choices!r} and EvalTask.memory is set, which generates answers: leave one out"
             )
+        if self.thinking is not None:
+            name = type(self.thinking).__name__
+            raise UserError(f"EvalTask.thinking is @{name}() and EvalTask.memory is set, which gives one answer: leave one out")
         check_sampling(self.sampling)
+
+    def _check_thinking(self, strategy: Strategy) -> None:
+        name = type(strategy).__name__
+        if self.choices is not None:
+            raise UserError(f"EvalTask.thinking is @{name}(), and EvalTask.choices are ranked: leave one out")
+        if self.num_samples > 1:
+            raise UserError(
+                f"EvalTask.thinking is @{name}(), which gives one answer, and EvalTask.num_samples {self.num_samples}: set it to 1"
+            )
+        strategy.check(self.sampling)
 
     @property
     def scored_by(self) -> tuple[Callable[..., Any], ...]:

@@ -12,7 +12,9 @@ import pytest
 import capibara as cb
 from capibara.checkpoints.manager import Checkpointing
 from capibara.cli import evaluate as evaluate_verb
+from capibara.cli.composition import models
 from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation
 from capibara.multihost import exits
 from capibara.objectives.cpo import Cpo
 from capibara.objectives.reward import Reward
@@ -204,5 +206,12 @@ def test_the_folder_of_a_verifier_is_evaluated_and_converted(make_verifier, tmp_
     )]  # fmt: skip
     right, wrong = scores[ends, 0]
     assert right > 0 > wrong
+    judge = models.reward_model(cb.BestOfN(reward=run.model_dir))
+    question = Conversation([{"role": "user", "content": "1?"}])
+    each = judge.scores(question, ["river\nGRASS", "river\n\n", " "])
+    assert [len(item) for item in each] == [2, 1, 0] and each[0] == pytest.approx([right, wrong], rel=1e-4)
+    assert each[1] == pytest.approx([right], rel=1e-4)
+    with pytest.raises(UserError, match="must fit the 96 of .*: shorten the answers"):
+        judge.scores(question, ["river\n" * 40])
     folder = cb.convert(run.model_dir, str(tmp_path / "hf"), dtype="f32")
     np.testing.assert_allclose(cb.load(folder).logits(text), scores, rtol=1e-5, atol=1e-6)

@@ -59,7 +59,7 @@ def select(names: Sequence[str], limit: int | None, subject: Subject | None = No
             items = retrieving.items(name, task, limit)
             for metric in task.scored_by:
                 metrics.check_targets(metric, [item.target for item in items], name)
-            result.append(Ours(name, task, items))
+            result.append(Ours(name, task, items, models.reward_model(task.thinking)))
         else:
             raise UserError(
                 f"--task={name} is not bound{did_you_mean(name, [*bound, validation.NAME])} (bind {name}/EvalTask.files in "

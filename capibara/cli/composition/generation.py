@@ -1,4 +1,4 @@
-"""What `capibara infer` writes: the answer about a document, a text, or a file of texts."""
+"""What `capibara infer` writes: the answer about a document, or a file of texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from capibara import config
 from capibara.cli.arguments.flags import Arguments
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
-from capibara.inference import sample
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.interactive import files
@@ -21,6 +20,7 @@ from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.memory_agent.prompts import Prompts
 from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.thinking.answering import Thinker
 from capibara.interop.open_model import LoadedModel
 from capibara.monitoring.status import StatusLine
 
@@ -61,23 +61,11 @@ def read_document(
     )
 
 
-def answer_prompt(
-    engine: Engine, prompt: str | None, dataset: Dataset, chat: Chat | None, sampling: Sampling, adapter: str | None
-) -> None:
-    """Prints a prompt with its text, or the answer to it; None: standard input is the prompt."""
-    prompt = files.read_standard_input() if prompt is None else prompt
-    text, ends = (chat.ids(prompt), chat.ends) if chat else (prompt, ())
-    result = engine.submit(text, sampling, ends=ends, adapter=adapter).result()
-    print(files.shown(result, "" if dataset.encoder_length or chat else prompt))
-    note = sample.beyond_length(result, sampling, dataset.length, dataset.encoder_length)
-    print(note, end="", file=sys.stderr)
-
-
 def complete_prompts(
-    engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None, about: Mapping[str, Any]
+    engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None, about: Mapping[str, Any], thinker: Thinker | None
 ) -> None:
     """Writes the texts of the prompts to a file, with a status line."""
     with StatusLine() as status:
-        for done in files.complete(engine, prompts, path, chat, about):
+        for done in files.complete(engine, prompts, path, chat, about, thinker):
             status.show("generating", f"{done} of {len(prompts)} texts in {path}")
     print(f"{len(prompts)} texts in {path}", file=sys.stderr)

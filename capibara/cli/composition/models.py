@@ -18,6 +18,9 @@ from capibara.evaluation import subject
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
+from capibara.inference.thinking.answering import Thinker
+from capibara.inference.thinking.reward_model import RewardModel
+from capibara.inference.thinking.strategy import Strategy
 from capibara.interop.open_model import LoadedModel
 from capibara.loading import adapters, opening
 from capibara.models.api import Model, TransformerConfig
@@ -169,6 +172,29 @@ def chatting(dataset: Dataset) -> tuple[ChatTemplate | None, EngineConfig]:
 def chat_of(dataset: Dataset) -> chat.Chat:
     """The tokenizer with the chat template of training, else that of the parsed configuration; errors as in `chat.of_run`."""
     return chat.of_run(dataset, template=chat_template(dataset))
+
+
+def thinker(strategy: Strategy | None) -> Thinker | None:
+    """A thinking strategy with its reward model; None: there is no strategy. Errors as in `reward_model`."""
+    return None if strategy is None else Thinker(strategy, reward_model(strategy))
+
+
+def reward_model(strategy: Strategy | None) -> RewardModel | None:
+    """Loads the reward model that a thinking strategy names, beside what is parsed; None: it names none.
+
+    Raises:
+      UserError: it is no reward model, or as in `load`.
+    """
+    if strategy is None or (path := strategy.reward_folder) is None:
+        return None
+    import jax
+
+    if (count := jax.process_count()) > 1:
+        raise UserError(f"{type(strategy).__name__}.reward is for one process, and there are {count}: start one alone")
+    with PARSING, config.apart():
+        loaded = load(path)
+        template = chat_of(loaded.dataset).template
+    return RewardModel(path, loaded.model, loaded.params, loaded.dataset, template)
 
 
 def open_subject(

@@ -18,6 +18,7 @@ from capibara.inference.engine.engine import Engine
 from capibara.inference.engine.requests.stream import Completion, Stream, of_search
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling, changed, of_values
+from capibara.inference.thinking.answering import Asked, Thinker
 from capibara.storage import outputs, packed
 
 _BEGINS = b'{"prompt": '  # the start of every line of the output
@@ -121,8 +122,26 @@ def shown(result: Completion, prompt: str) -> str:
     return "\n".join(f"{item.score:.6f}\t{prompt and prompt + item.lead}{item.text}" for item in result.decodes)
 
 
+def thought(engine: Engine, prompts: Sequence[Prompt], chat: Chat | None, thinker: Thinker) -> list[dict[str, Any]]:
+    """The fields of a thinker's answer to each prompt: its text, what it cost, and how it was chosen."""
+
+    def inputs(text: str) -> tuple[str | Sequence[int], Sequence[int]]:
+        return (chat.ids(text), chat.ends) if chat else (text, ())
+
+    answers = thinker.answers(engine, [Asked(item.text, inputs, item.sampling, item.adapter) for item in prompts])
+    return [
+        {"text": answer.text, "texts": answer.texts, "tokens": answer.tokens, "thinking": answer.about}
+        for answer in answers
+    ]
+
+
 def complete(
-    engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None = None, made_by: Mapping[str, Any] | None = None
+    engine: Engine,
+    prompts: list[Prompt],
+    path: str,
+    chat: Chat | None = None,
+    made_by: Mapping[str, Any] | None = None,
+    thinker: Thinker | None = None,
 ) -> Iterator[int]:
     """Writes a line {"prompt", "text", "sampling", ...} for every prompt, in order; yields the number of finished ones.
 
@@ -132,12 +151,17 @@ def complete(
       path: output file.
       chat: renders prompts that are a user's turns; None: prompts are texts to continue.
       made_by: the model's identity as JSON values; written to each line, so that the file is not resumed with another.
+      thinker: chooses each text among several; None: one is generated.
 
     Raises:
       UserError: the output has lines of other prompts, another sampling or another model, or cannot be written, or a
         prompt does not fit.
     """
-    made_by = json.loads(json.dumps(dict(made_by or {})))
+    described = {} if thinker is None else {"thinking": thinker.strategy.described()}
+    made_by = json.loads(json.dumps(dict(made_by or {}) | described))
+    if thinker is not None:
+        for prompt in prompts:
+            _check_thinks(thinker, prompt)
     with contextlib.ExitStack() as opened:
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -147,19 +171,40 @@ def complete(
         except OSError as error:
             raise UserError(f"--out={path} cannot be written ({error.strerror}): name another file") from None
         yield done
-        streams: deque = deque()
-        left = iter(prompts[done:])
-        for prompt in prompts[done:]:
-            while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
-                streams.append(_submitted(engine, more, chat))
-            result = streams.popleft().result()
+        rest = prompts[done:]
+        answers = _generated(engine, rest, chat) if thinker is None else _thought(engine, rest, chat, thinker)
+        for prompt, answer in zip(rest, answers, strict=True):
             line = _asked(prompt, made_by) | prompt.rest | _asked(prompt, made_by)  # our fields come first, and win
-            line |= {"text": result.text, "finish": str(result.finish), "tokens": len(result.tokens)}
-            line |= of_search(result)
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.write(json.dumps(line | answer, ensure_ascii=False) + "\n")
             out.flush()
             done += 1
             yield done
+
+
+def _generated(engine: Engine, prompts: Sequence[Prompt], chat: Chat | None) -> Iterator[dict[str, Any]]:
+    """The fields of the text after each prompt."""
+    streams: deque[Stream] = deque()
+    left = iter(prompts)
+    for _ in prompts:
+        while len(streams) < _AHEAD * engine.slots and (more := next(left, None)) is not None:
+            streams.append(_submitted(engine, more, chat))
+        result = streams.popleft().result()
+        yield {"text": result.text, "finish": str(result.finish), "tokens": len(result.tokens)} | of_search(result)
+
+
+def _thought(
+    engine: Engine, prompts: Sequence[Prompt], chat: Chat | None, thinker: Thinker
+) -> Iterator[dict[str, Any]]:
+    """Like `thought`, for as many prompts at a time as the engine has slots."""
+    for begin in range(0, len(prompts), engine.slots):
+        yield from thought(engine, prompts[begin : begin + engine.slots], chat, thinker)
+
+
+def _check_thinks(thinker: Thinker, prompt: Prompt) -> None:
+    try:
+        thinker.strategy.check(prompt.sampling)
+    except UserError as error:
+        raise UserError(f"{prompt.where}: {error}") from None
 
 
 def _submitted(engine: Engine, prompt: Prompt, chat: Chat | None) -> Stream:
