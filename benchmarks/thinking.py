@@ -1,6 +1,6 @@
 """Accuracy against tokens of thinking strategies: a vote, the best by a reward model, and more rounds.
 
-    python benchmarks/thinking.py [--folder=runs/reward_curves] [--seeds=0,1,2] [--json=OUT] [--picture=OUT]
+    python benchmarks/thinking.py [--folder=runs/reward_curves] [--samples=1,2,4,8,16,32] [--seeds=0,1,2] [--json=OUT] [--picture=OUT]
 
 The model and its reward model are those of `benchmarks/reward_curves.py`, trained here if the folder has none: a decoder of 0.1 M
 parameters that learned sums of two digits from answers of which 35% are right, and a reward model that learned from pairs of a right
@@ -28,16 +28,16 @@ import reward_curves  # noqa: E402
 import capibara as cb  # noqa: E402
 from capibara.inference.thinking.strategy import Strategy  # noqa: E402
 
-SAMPLES, ROUNDS = (1, 2, 4, 8, 16, 32), (2, 3)
+ROUNDS, AGAIN = (1, 2, 3), "{prompt} not {answer}?"  # short: a row has 64 tokens
 _SEEDS_APART = 1000  # more than a strategy has samples
 
 
-def strategies(reward: str) -> dict[str, list[Strategy]]:
+def strategies(reward: str, samples: Sequence[int]) -> dict[str, list[Strategy]]:
     """The strategies by name, each from few to many tokens."""
     return {
-        "vote": [cb.SelfConsistency(samples=count) for count in SAMPLES],
-        "best by reward": [cb.BestOfN(reward=reward, samples=count) for count in SAMPLES],
-        "rounds": [cb.Rounds(rounds=count) for count in (1, *ROUNDS)],
+        "vote": [cb.SelfConsistency(samples=count) for count in samples],
+        "best by reward": [cb.BestOfN(reward=reward, samples=count) for count in samples],
+        "rounds": [cb.Rounds(rounds=count, again=AGAIN) for count in ROUNDS],
     }
 
 
@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/reward_curves"))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--samples", default="1,2,4,8,16,32")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--picture", type=pathlib.Path)
     args = parser.parse_args(argv)
@@ -110,15 +111,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = reward_curves.start(folder, tokenizer)
     reward_curves.trained(base)
     reward_curves.trained(scores := reward_curves.reward_model(base, folder, tokenizer))
-    points = measured(base.model_dir, str(folder / "prompts.jsonl"), strategies(scores.model_dir), seeds)
-    print("| strategy | texts | tokens a question | accuracy | ties |")
-    print("|---|---|---|---|---|")
-    for point in points:
-        ties = f"{point['ties']:.0%}" if "ties" in point else ""
-        print(
-            f"| {point['strategy']} | {point['texts']:.0f} | {point['tokens']:.1f} | {point['accuracy']:.1%} ± "
-            f"{point['deviation']:.1%} | {ties} |"
-        )
+    each = strategies(scores.model_dir, [int(count) for count in args.samples.split(",")])
+    questions = str(folder / "prompts.jsonl")
+    print("| strategy | texts | tokens a question | accuracy | ties |\n|---|---|---|---|---|")
+    points = []
+    for name, row in each.items():
+        points += (new := measured(base.model_dir, questions, {name: row}, seeds))
+        for point in new:
+            ties = f"{point['ties']:.0%}" if "ties" in point else ""
+            print(
+                f"| {name} | {point['texts']:.0f} | {point['tokens']:.1f} | {point['accuracy']:.1%} ± "
+                f"{point['deviation']:.1%} | {ties} |",
+                flush=True,
+            )
     if args.json:
         args.json.write_text(json.dumps(points, indent=1) + "\n")
     if args.picture:

@@ -101,7 +101,12 @@ class LanguageModel(ScoredModel):
         """
         tools, adapter = sampling.pop("tools", None), sampling.pop("adapter", None)
         if (thinking := sampling.pop("thinking", None)) is not None:
-            others = {"stream": stream, "tools": tools is not None, "document": document is not None, "memory": memory is not None}
+            others = {
+                "stream": stream,
+                "tools": tools is not None,
+                "document": document is not None,
+                "memory": memory is not None,
+            }
             if name := next((name for name, is_given in others.items() if is_given), None):
                 raise UserError(f"{name} and thinking={thinking!r} do not go together: leave one out")
             answers = [answer.text for answer in _thought(self, prompt, thinking, adapter, sampling)]

@@ -120,7 +120,9 @@ class EvalTask:
             )
         if self.thinking is not None:
             name = type(self.thinking).__name__
-            raise UserError(f"EvalTask.thinking is @{name}() and EvalTask.memory is set, which gives one answer: leave one out")
+            raise UserError(
+                f"EvalTask.thinking is @{name}() and EvalTask.memory is set, which gives one answer: leave one out"
+            )
         check_sampling(self.sampling)
 
     def _check_thinking(self, strategy: Strategy) -> None:

@@ -62,7 +62,12 @@ def read_document(
 
 
 def complete_prompts(
-    engine: Engine, prompts: list[Prompt], path: str, chat: Chat | None, about: Mapping[str, Any], thinker: Thinker | None
+    engine: Engine,
+    prompts: list[Prompt],
+    path: str,
+    chat: Chat | None,
+    about: Mapping[str, Any],
+    thinker: Thinker | None,
 ) -> None:
     """Writes the texts of the prompts to a file, with a status line."""
     with StatusLine() as status:
