@@ -109,7 +109,8 @@ def chosen(
         ]
         tag = task.sampling.thinking_tags[1]
         return [
-            Draw(line["prediction"], len(line["tokens"]), tag) for line in ask(subject, name, questions, told, show)
+            Draw(line["prediction"], len(line["tokens"]), tag)
+            for line in ask(subject, name, questions, generate_each, told, show)
         ]
 
     prompts = [Conversation([{"role": "user", "content": item.prompt}]) for item in items]
