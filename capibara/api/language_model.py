@@ -101,13 +101,8 @@ class LanguageModel(ScoredModel):
         """
         tools, adapter = sampling.pop("tools", None), sampling.pop("adapter", None)
         if (thinking := sampling.pop("thinking", None)) is not None:
-            others = {
-                "stream": stream,
-                "tools": tools is not None,
-                "document": document is not None,
-                "memory": memory is not None,
-            }
-            if name := next((name for name, is_given in others.items() if is_given), None):
+            others = {"stream": stream, "tools": tools, "document": document, "memory": memory}
+            if name := next((name for name, value in others.items() if value not in (None, False)), None):
                 raise UserError(f"{name} and thinking={thinking!r} do not go together: leave one out")
             answers = [answer.text for answer in _thought(self, prompt, thinking, adapter, sampling)]
             return answers[0] if _is_single(prompt) else answers
@@ -118,7 +113,7 @@ class LanguageModel(ScoredModel):
                 raise UserError(
                     "stream and tools are not for a document, which is read in many conversations: leave them out"
                 )
-            return self._read(document, prompt, memory or MemoryAgent(), options, adapter)
+            return _read(self, document, prompt, memory or MemoryAgent(), options, adapter)
         if memory is not None:
             raise UserError("memory is for reading a document: give document, or leave memory out")
         if tools is not None and messages is None:
@@ -130,7 +125,7 @@ class LanguageModel(ScoredModel):
         elif not isinstance(prompt, str):
             if stream:
                 raise UserError("stream is for one prompt: give a text, or iterate over the prompts")
-            return self._texts(texts, options, adapter)
+            return _texts(self, texts, options, adapter)
         if stream:
             return _pieces(lambda: self.engine.submit(ids, options, ends=ends, adapter=adapter))
         return _text(self.engine.submit(ids, options, ends=ends, adapter=adapter))
@@ -166,29 +161,6 @@ class LanguageModel(ScoredModel):
         """
         answers = _thought(self, prompt, strategy, adapter, sampling)
         return answers[0] if _is_single(prompt) else answers
-
-    def _texts(self, prompts: Sequence[str], options: Sampling, adapter: str | None) -> list[str]:
-        """The texts after several prompts, which are generated together."""
-        streams: list[Stream] = []
-        try:
-            for prompt in prompts:
-                streams.append(self.engine.submit(prompt, options, adapter=adapter))
-            return [_text(each) for each in streams]
-        except BaseException:
-            for each in streams:
-                each.cancel()
-            raise
-
-    def _read(self, document: str, prompt: object, memory: MemoryAgent, options: Sampling, adapter: str | None) -> str:
-        """The answer to a question about a document that is read with a memory."""
-        texts, messages = _asked(prompt)
-        asked = texts if messages is None else [message.get("content") for message in messages]
-        if len(asked) != 1 or not isinstance(question := asked[0], str):
-            raise UserError("the prompt of a document must be a text or one message: ask one question")
-        prompts = Prompts(memory, self.loaded.dataset, None if messages is None else self._chat)
-        reading = Reading(prompts, document, question, options, where="document")
-        (result,) = read(self.engine, [reading], adapter)
-        return result.lead + result.text
 
     def chat(self, turn: str | Sequence[Message], *, system: str | None = None, **options: Any) -> str:
         """The answer to a user's turn, or to messages; options as for `generate`."""
@@ -251,6 +223,33 @@ class LanguageModel(ScoredModel):
         """
         with tempfile.TemporaryDirectory() as folder:
             return hub.push(self.save(os.path.join(folder, "model"), "hf", dtype), name, private=private)
+
+
+def _texts(model: LanguageModel, prompts: Sequence[str], options: Sampling, adapter: str | None) -> list[str]:
+    """The texts after several prompts, which are generated together."""
+    streams: list[Stream] = []
+    try:
+        for prompt in prompts:
+            streams.append(model.engine.submit(prompt, options, adapter=adapter))
+        return [_text(each) for each in streams]
+    except BaseException:
+        for each in streams:
+            each.cancel()
+        raise
+
+
+def _read(
+    model: LanguageModel, document: str, prompt: object, memory: MemoryAgent, options: Sampling, adapter: str | None
+) -> str:
+    """The answer to a question about a document that is read with a memory."""
+    texts, messages = _asked(prompt)
+    asked = texts if messages is None else [message.get("content") for message in messages]
+    if len(asked) != 1 or not isinstance(question := asked[0], str):
+        raise UserError("the prompt of a document must be a text or one message: ask one question")
+    prompts = Prompts(memory, model.loaded.dataset, None if messages is None else model._chat)
+    reading = Reading(prompts, document, question, options, where="document")
+    (result,) = read(model.engine, [reading], adapter)
+    return result.lead + result.text
 
 
 def _sampling(fields: Mapping[str, Any]) -> Sampling:

@@ -59,8 +59,7 @@ def run(args: flags.Arguments) -> None:
     from capibara.core import devices
     from capibara.inference import sample, speed
     from capibara.inference.engine.engine import EngineConfig
-    from capibara.inference.interactive import files, single, terminal
-    from capibara.inference.thinking.strategy import Thinking
+    from capibara.inference.interactive import files, terminal
     from capibara.multihost import channel, hosts
 
     devices.start(args.emulate)
@@ -73,9 +72,7 @@ def run(args: flags.Arguments) -> None:
     length, encoder_length, sampling = data.length, data.encoder_length, config.build(sample.Sampling)
     batching, talk = config.build(EngineConfig), models.chat_of(data) if args.chat else None
     typed = talk and args.prompt is None and not args.prompts and sys.stdin.isatty()
-    single_text = next((flag for flag in ("benchmark", "document") if getattr(args, flag)), None)
-    single_text = f"--{single_text}" if single_text else "a chat on the terminal" if typed else None
-    thinker = models.thinker(config.build(Thinking).checked(sampling, single_text))
+    thinker = generation.thinker_of(args, sampling, bool(typed))
     opened = generation.open_reading(args, data, talk, sampling)
     config.check_used()
     batchings = {"many": batching, "typed": dataclasses.replace(batching, slots=1), "one": sample.of_one_slot(batching)}
@@ -97,9 +94,7 @@ def run(args: flags.Arguments) -> None:
             about |= {"cache_dtype": str(batching.cache_dtype), "length": length, "chat": args.chat}
             generation.complete_prompts(engine, prompts, args.out, talk, about, thinker)
         elif not typed:
-            prompt = files.read_standard_input() if args.prompt is None else args.prompt
-            item = files.Prompt(prompt, sampling, {}, "--prompt", names[0])
-            single.answer(engine, item, talk, thinker, length, encoder_length)
+            generation.answer_prompt(engine, args.prompt, data, talk, thinker, sampling, names[0])
         elif talk is not None:
             with engine.start():
                 terminal.Talk(engine, talk, length, sampling, terminal.write, names[0]).run()

@@ -28,6 +28,7 @@ ON_ONE_DEVICE = {
     "interop/quantize/grid.py _scales": "convert rounds a layer at a time, on one device",
     "interop/quantize/quantization.py _Layers.__init__": "convert runs a layer at a time, on one device",
     "interop/quantize/quantization.py _Layers.__init__ 2": "convert runs a layer at a time, on one device",
+    "retrieval/embedding.py TextEmbedder.__init__": "prepare index embeds a batch of chunks at a time, on one device",
     "strategies/group/arrays.py compressed": "a node's process 0 has all of an update on its host, or one device",
     "strategies/group/arrays.py gradient_of": "the coordinator has all updates on its host",
     "strategies/group/coordinator.py _Coordination._settled": "the coordinator has all updates on its host",

@@ -8,11 +8,12 @@ from typing import Any
 
 from capibara import config
 from capibara.cli.arguments.flags import Arguments
+from capibara.cli.composition import models
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import footprint
-from capibara.inference.interactive import files
+from capibara.inference.interactive import files, single
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.interactive.files import Prompt
 from capibara.inference.memory_agent import reading
@@ -21,6 +22,7 @@ from capibara.inference.memory_agent.prompts import Prompts
 from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.thinking.answering import Thinker
+from capibara.inference.thinking.strategy import Thinking
 from capibara.interop.open_model import LoadedModel
 from capibara.monitoring.status import StatusLine
 
@@ -59,6 +61,33 @@ def read_document(
         f"{state:,.1f} MiB of keys and values, whatever the length",
         file=sys.stderr,
     )
+
+
+def thinker_of(args: Arguments, sampling: Sampling, typed: bool) -> Thinker | None:
+    """The strategy of Thinking.strategy; None: there is none. `typed`: whether prompts are typed on a terminal.
+
+    Raises:
+      UserError: it does not go together with the sampling, a flag, or a terminal.
+    """
+    flag = next((f"--{name}" for name in ("benchmark", "document") if getattr(args, name)), None)
+    return models.thinker(
+        config.build(Thinking).checked(sampling, flag or ("a chat on the terminal" if typed else None))
+    )
+
+
+def answer_prompt(
+    engine: Engine,
+    prompt: str | None,
+    dataset: Dataset,
+    chat: Chat | None,
+    thinker: Thinker | None,
+    sampling: Sampling,
+    adapter: str | None,
+) -> None:
+    """Prints a prompt with its text, or the answer to it; None: standard input is the prompt."""
+    prompt = files.read_standard_input() if prompt is None else prompt
+    item = Prompt(prompt, sampling, {}, "--prompt", adapter)
+    single.answer(engine, item, chat, thinker, dataset.length, dataset.encoder_length)
 
 
 def complete_prompts(
