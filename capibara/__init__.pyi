@@ -141,6 +141,7 @@ from capibara.models.architectures.encdec import EncoderDecoderConfig as Encoder
 from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig
 from capibara.models.architectures.gemma4.config import Gemma4Config as Gemma4Config
+from capibara.models.head_patterns import read_streaming_heads as read_streaming_heads
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.mixers.gated_delta import GatedDelta as GatedDelta
 from capibara.models.mixers.kimi_delta import KimiDelta as KimiDelta
@@ -155,6 +156,7 @@ from capibara.models.parts.latent_sizes import LatentAttention as LatentAttentio
 from capibara.models.parts.multipliers import Multipliers as Multipliers
 from capibara.models.parts.router import Hints as Hints
 from capibara.models.parts.router import Moe as Moe
+from capibara.models.parts.streaming import StreamingHeads as StreamingHeads
 from capibara.monitoring.dashboard.settings import DashboardConfig as DashboardConfig
 from capibara.monitoring.defaults import Monitoring as Monitoring
 from capibara.monitoring.metrics_file.loggers import MetricsFile as MetricsFile
@@ -183,6 +185,7 @@ from capibara.sharding.rules import Rules as Rules
 from capibara.strategies.consensus.consensus import ConsensusConfig as ConsensusConfig
 from capibara.strategies.distillation.loss import Distillation as Distillation
 from capibara.strategies.distillation.teacher import Teacher as Teacher
+from capibara.strategies.duo_attention.loss import DuoAttention as DuoAttention
 from capibara.strategies.environments.functions import FunctionTools as FunctionTools
 from capibara.strategies.environments.search import Search as Search
 from capibara.strategies.group.coordinator import Coordinator as Coordinator

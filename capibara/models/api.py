@@ -52,12 +52,13 @@ from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.rg_lru import RgLru
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
-from capibara.models.parts.config import ComputeDtype, Head, TransformerConfig, longest_encoded, trains
+from capibara.models.parts.config import GATES, ComputeDtype, Head, TransformerConfig, longest_encoded, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
 from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent_sizes import Indexer, LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.models.parts.multipliers import Multipliers
+from capibara.models.parts.streaming import StreamingHeads, bounded
 from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "Cache",
     "ComputeDtype",
     "DecoderConfig",
+    "GATES",
     "Disentangled",
     "Distances",
     "EncoderConfig",
@@ -91,10 +93,12 @@ __all__ = [
     "RgLru",
     "Rope",
     "ShortConv",
+    "StreamingHeads",
     "Submodel",
     "TableNorm",
     "Terms",
     "TransformerConfig",
+    "bounded",
     "build",
     "capacity",
     "configurations",
@@ -107,6 +111,7 @@ __all__ = [
     "sine_table",
     "trainable_tokens",
     "unmerged",
+    "without_gates",
 ]
 
 Read = Callable[[Params, Batch, Cache, bool], tuple[jax.Array, Cache]]
@@ -332,6 +337,11 @@ def with_value_head(model: Model, value_head: bool) -> Model:
     return build(dataclasses.replace(model.config, value_head=value_head))
 
 
+def without_gates(model: Model) -> Model:
+    """The model whose heads all retrieve, without the gates that say so; all other parameters are the same."""
+    return build(dataclasses.replace(model.config, streaming=None)) if model.config.has_gates else model
+
+
 def with_head(model: Model, head: Head) -> Model:
     """The model with another head, without adapters; all other parameters are the same."""
     return build(dataclasses.replace(model.config, lora=None, head=head))
@@ -357,10 +367,10 @@ def build(config: TransformerConfig) -> Model:
         return nnx.to_pure_dict(nnx.state(module))
 
     def adapt(params: Params, key: jax.Array) -> Params:
-        if config.head is Head.SCORE and "score" not in params:
-            params = {**params, "score": init(key)["score"]}
-        if config.value_head and "critic" not in params:
-            params = {**params, "critic": init(key)["critic"]}
+        begun_anew = {"score": config.head is Head.SCORE, GATES: config.has_gates, "critic": config.value_head}
+        for name, is_there in begun_anew.items():
+            if is_there and name not in params:
+                params = {**params, name: init(key)[name]}
         return nnx.to_pure_dict(nnx.state(_adapted(_bound(*of_plain, params), config, key)))
 
     def hidden(
@@ -380,7 +390,7 @@ def build(config: TransformerConfig) -> Model:
         result = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
         return result if own is None else _checked_head(result, own, (config.vocab_size, config.embed_dim))
 
-    alike = not config.module_layers
+    alike = not config.module_layers and config.streaming is None
     begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and alike else (None, None)
     read, empty_cache = _generating(bind, config.module_layers) if hasattr(make, "read") else (None, None)
     return Model(

@@ -226,7 +226,7 @@ def reads_in_slot(model: Model) -> bool:
     A step of all slots meanwhile writes into that slot. That harms no pages, but states and windows, which forget.
     Accelerators attend to pages by a kernel for one token a row.
     """
-    plain = model.config.mixer is None and getattr(model.config, "window", None) is None
+    plain = model.config.mixer is None and _shortest_window(model) is None
     return plain and not reads_whole(model) and sharding.platform() == "cpu"
 
 
@@ -235,6 +235,14 @@ def reads_whole(model: Model) -> bool:
     return model.config.data_kind == "prefix"
 
 
+def _shortest_window(model: Model) -> int | None:
+    """The fewest last tokens that a layer or a head keeps of a row; None: all keep all."""
+    config = model.config
+    streams = config.streaming is not None and any(config.streaming.heads or ())
+    recent = config.streaming.recent_window if config.streaming is not None and streams else None
+    return min((window for window in (getattr(config, "window", None), recent) if window is not None), default=None)
+
+
 def _prefix_cache(model: Model, config: EngineConfig) -> PrefixCache | None:
-    window, whole_rows = getattr(model.config, "window", None), model.config.mixer is not None
+    window, whole_rows = _shortest_window(model), model.config.mixer is not None
     return PrefixCache(config.prefix_cache_mib * 2**20, window, whole_rows) if config.prefix_cache_mib else None

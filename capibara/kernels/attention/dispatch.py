@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from capibara import sharding
 from capibara.core.types import UserError
-from capibara.kernels.attention import blockwise, cudnn, reference
+from capibara.kernels.attention import blockwise, cudnn, reference, streaming
 from capibara.kernels.attention.signature import AttentionInputs, AttentionKernel
 from capibara.kernels.attention.spec import AttentionSpec
 
@@ -53,6 +53,9 @@ def attend(
     Raises:
       UserError: the back end that the user set cannot compute this on this platform.
     """
+    if spec.sink_tokens and backend is not AttentionBackend.XLA:  # the fused kernels have no sink tokens
+        way = reference if streaming.unsupported_reason(inputs, spec) else streaming
+        return checkpoint_name(way.attend(inputs, spec), "attention")
     chosen = _chosen(inputs, spec, backend)
     y_BTNH = _kernel(chosen).attend(inputs, spec)
     # Splash names its own output, in the kernel's layout: naming this one would save both.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.attention.streaming import positions_in_documents
 from capibara.sharding import constrain
 
 _MASKED = -1e30  # finite, so that a fully masked row yields a number
@@ -54,5 +55,6 @@ def _visible(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     elif spec.causal:
         visible_BTS &= back_TS >= 0
     if spec.window is not None:
-        visible_BTS &= jnp.abs(back_TS) < spec.window
+        positions_B1S = positions_in_documents(inputs.kv_segments_BS)[:, None] if spec.sink_tokens else back_TS
+        visible_BTS &= spec.in_window(back_TS, positions_B1S)
     return visible_BTS

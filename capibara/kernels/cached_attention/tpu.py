@@ -43,7 +43,7 @@ def supported(q_BTNH: jax.Array, keys: jax.Array, spec: AttentionSpec, capacity:
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     # It multiplies in bfloat16, whatever the operands' dtype.
     fits = keys.dtype == jnp.bfloat16 and H % _LANES == 0 and keys.shape[2] % _SUBLANES == 0
-    sees_all = spec.window is None or spec.window >= capacity
+    sees_all = spec.window is None or spec.window + spec.sink_tokens >= capacity
     if not (plain and T == 1 and fits and sees_all and sharding.platform() == "tpu"):
         return False
     page = _pages(capacity, whole_rows=True)[0] if keys.shape[2] == capacity else keys.shape[2]

@@ -20,7 +20,7 @@ from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.architectures.registry import model_of
-from capibara.models.cache import dense, paged
+from capibara.models.cache import dense, paged, streaming
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import NormScale, QKNorm
@@ -40,6 +40,7 @@ from capibara.models.parts.config import (
     TransformerConfig,
 )
 from capibara.models.parts.kinds import LayerKind, Patterned
+from capibara.models.parts.streaming import StreamingHeads, bounded
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
@@ -137,6 +138,8 @@ class DecoderConfig(Patterned, TransformerConfig):
         _check_relative(self)
         self._check_blocks()
         self._check_mixer()
+        if self.streaming is not None:
+            _check_streaming(self, self.streaming)
         if self.positions is Positions.ROPE and self.rotary_size % 2:
             raise UserError(
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
@@ -272,6 +275,20 @@ class DecoderConfig(Patterned, TransformerConfig):
                 raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")
 
 
+def _check_streaming(config: DecoderConfig, pattern: StreamingHeads) -> None:
+    name = type(config).__name__
+    unsupported = {
+        f"the model is a {name}": type(config) is not DecoderConfig,
+        f"positions are {str(config.positions)!r}": config.positions.biases,
+        f"inputs_attention is {str(config.inputs_attention)!r}": config.inputs_attention is not InputsAttention.CAUSAL,
+        "lora is set": config.has_gates and config.lora is not None,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise UserError(f"{name}.streaming is not supported where {option}: leave it out")
+    pattern.check(name, config.kv_heads, config.windows)
+
+
 def _check_relative(config: DecoderConfig) -> None:
     if config.relative_buckets < 2 or config.relative_buckets % 2:
         raise UserError(f"DecoderConfig.relative_buckets ({config.relative_buckets}) must be even and above 0: try 32")
@@ -315,6 +332,9 @@ class DecoderBase(nnx.Module):
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
         if config.head is Head.SCORE:
             self.score = layers.param(rngs, (D,), ("embed",), layers.normal(0.02))
+        if config.has_gates:
+            shape = (config.num_layers, config.kv_heads)
+            self.retrieval_gates = layers.param(rngs, shape, ("norm", "norm"), layers.ones)
         if config.value_head:
             self.critic = layers.param(rngs, (D,), ("embed",), layers.normal(0.02))
         if config.head_bias is HeadBias.VOCAB:
@@ -333,9 +353,13 @@ class DecoderBase(nnx.Module):
             LayerKind.LOCAL: None if config.window is None else config.window + spare
         }
 
-        def empty(kind: LayerKind) -> dense.LayerCache:
+        def empty(number: int, kind: LayerKind) -> dense.LayerCache:
             layer: dense.LayerCache = {}
-            if kind.attends:
+            if heads := config.streaming_in(number):
+                assert config.streaming is not None, "it has the pattern"
+                most = config.streaming.capacity + spare
+                layer |= streaming.empty_layer(config.cached_heads, len(heads), batch, length, most, dtype)
+            elif kind.attends:
                 layer |= dense.empty_layer(config.attention_of(kind), batch, length, dtype, windows[kind])
             if kind.mixes:
                 assert config.mixer is not None, "the configuration checks it"
@@ -343,7 +367,7 @@ class DecoderBase(nnx.Module):
                 layer |= config.mixer.empty_state(config, batch, exact)
             return layer
 
-        of_layers = tuple(map(empty, config.kinds))
+        of_layers = tuple(empty(number, kind) for number, kind in enumerate(config.kinds))
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
 
     def head(self) -> jax.Array:
@@ -365,6 +389,15 @@ class DecoderBase(nnx.Module):
         x = dropout.apply(drop, constrain(x, ("batch", "act_time", "act_embed")), Site.FINAL)
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if self.config.head_bias is HeadBias.VOCAB else x
+
+    @property
+    def _shares(self) -> jax.Array | None:
+        """How much each key/value head of each layer retrieves, [L, K] (parts.streaming); None: all alone."""
+        if self.config.streaming is None:
+            return None
+        if self.config.has_gates:
+            return bounded(self.retrieval_gates[...])
+        return self.config.streaming.shares(self.config.kv_heads)
 
     @property
     def _distances(self) -> RelativeBias | Alibi | RoundedAlibi | None:
@@ -467,7 +500,10 @@ class Decoder(DecoderBase):
         config = self.config
         rows, row_positions, kinds = self._rows(batch), batch.get("row_positions"), self._kinds()
         shared = Shared(
-            row_positions=row_positions, bias=self._bias(batch["tokens"].shape[1], row_positions), step=step
+            row_positions=row_positions,
+            bias=self._bias(batch["tokens"].shape[1], row_positions),
+            step=step,
+            shares_LK=self._shares,
         )
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
@@ -491,7 +527,9 @@ class Decoder(DecoderBase):
                 config.layer_loop,
                 remat,
                 all_trained=config.lora is None,
-                numbered=drop is not None or (config.mixer is not None and config.mixer.numbered),
+                numbered=drop is not None
+                or config.streaming is not None
+                or (config.mixer is not None and config.mixer.numbered),
                 span=(start, stop) if config.module_layers else None,
                 some=config.module_layers,
             )
@@ -528,7 +566,11 @@ class Decoder(DecoderBase):
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
         rows, kinds, x = self._rows(whole, self._length(cache)), self._kinds(), self._embed(whole)
         of_layers: list[dense.LayerCache] = []
-        shared = Shared(bias=self._bias(x.shape[1]) if is_prefill else None, bias_at=self._bias_at)
+        shared = Shared(
+            bias=self._bias(x.shape[1]) if is_prefill else None,
+            bias_at=self._bias_at,
+            shares_LK=self._shares if config.has_gates else None,
+        )
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
             kind, is_dense = self._entry(index)

@@ -26,6 +26,8 @@ from capibara.sharding import constrain
 
 STATE = "state"
 """The names of a state's arrays begin with it (models/mixers); those of cached keys and values do not."""
+RING = f"{STATE}_ring_"
+"""Keys and values of streaming heads, whose size is fixed, have this before their names (models/cache/streaming)."""
 KEYS_VALUES = ("key", "value", "key_scale", "value_scale")
 """The names of a layer's keys and values of tokens."""
 SLOTS = "slots"
@@ -91,8 +93,9 @@ def axes(cache: Cache) -> Any:
     """The logical axes of every array of a cache."""
     of_rows = lambda x: ("batch",) + (None,) * (x.ndim - 1)  # noqa: E731
     of_heads = lambda x: _KEYS[: x.ndim] if x.ndim > 2 else of_rows(x)  # noqa: E731
+    by_rows = lambda name: of_state(name) and not name.startswith(RING)  # noqa: E731
     layers = tuple(
-        {name: (of_rows if of_state(name) else of_heads)(x) for name, x in layer.items()} for layer in cache["layers"]
+        {name: (of_rows if by_rows(name) else of_heads)(x) for name, x in layer.items()} for layer in cache["layers"]
     )
     return jax.tree.map(of_heads, {name: x for name, x in cache.items() if name != "layers"}) | {"layers": layers}
 
@@ -107,20 +110,36 @@ def of_state(name: str) -> bool:
     return name.startswith(STATE)
 
 
-def cached_positions(lengths_B: jax.Array, count: int) -> jax.Array:
-    """[B, count]: the position of the token at each cache index of rows that have read `lengths`; negative: empty."""
-    last_B1 = lengths_B[:, None] - 1
-    return last_B1 - (last_B1 - jnp.arange(count, dtype=jnp.int32)) % count
+def cached_positions(lengths_B: jax.Array, count: int, sinks: int = 0) -> jax.Array:
+    """[B, count]: the position of the token at each cache index of rows that have read `lengths`; negative: empty.
+
+    A row longer than its cache keeps its first `sinks` tokens, and its last ones behind them.
+    """
+    last_B1, index = lengths_B[:, None] - 1, jnp.arange(count, dtype=jnp.int32)
+    if not sinks:
+        return last_B1 - (last_B1 - index) % count
+    behind = last_B1 - sinks
+    ring = behind - (behind - (index - sinks)) % (count - sinks)
+    return jnp.where(index < sinks, jnp.where(index <= last_B1, index, -1), jnp.where(ring >= 0, ring + sinks, -1))
 
 
-def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:
-    """The layer's cache, updated with the keys and values of the new tokens."""
+def cache_index(positions: jax.Array, count: int, sinks: int = 0) -> jax.Array:
+    """The index at which the token at a position is stored: the inverse of `cached_positions`."""
+    if not sinks:
+        return positions % count
+    return jnp.where(positions < sinks, positions, sinks + (positions - sinks) % (count - sinks))
+
+
+def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs, sinks: int = 0) -> LayerCache:
+    """The layer's cache, updated with the keys and values of the new tokens; `sinks` as in `cached_positions`."""
     slots = layer.get(SLOTS)
     if slots is not None and k_BTKH.shape[1] > 1:
-        rows = write(rows_of(layer), k_BTKH, v_BTKH, now)
+        rows = write(rows_of(layer), k_BTKH, v_BTKH, now, sinks)
         return layer | {name: put(layer[name], x, slots) for name, x in rows.items()}
     new = as_stored(layer["key"].dtype, k_BTKH, v_BTKH)
-    return layer | {name: constrain(_written(layer[name], x, now, slots), _KEYS[: x.ndim]) for name, x in new.items()}
+    return layer | {
+        name: constrain(_written(layer[name], x, now, slots, sinks), _KEYS[: x.ndim]) for name, x in new.items()
+    }
 
 
 def rows_of(layer: LayerCache) -> LayerCache:
@@ -173,14 +192,16 @@ def _in_8_bits(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x_BTKH / divisor_BTK[..., None]).astype(jnp.int8), scale_BTK
 
 
-def _written(old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs, slots: jax.Array | None = None) -> jax.Array:
+def _written(
+    old_BKSx: jax.Array, new_BTKx: jax.Array, now: PrefillInputs, slots: jax.Array | None = None, sinks: int = 0
+) -> jax.Array:
     T, S = new_BTKx.shape[1], old_BKSx.shape[2]
     if T == 1:
-        return cache_writes.append(old_BKSx, new_BTKx[:, 0], now.lengths % S, slots)
+        return cache_writes.append(old_BKSx, new_BTKx[:, 0], cache_index(now.lengths, S, sinks), slots)
     new_BKTx = jnp.swapaxes(new_BTKx, 1, 2)
     if now.is_prefill and T <= S:  # padding is stored at indices that hold no position yet
         return jax.lax.dynamic_update_slice(old_BKSx, new_BKTx, (0,) * old_BKSx.ndim)
-    index_BS = cached_positions(now.lengths + now.counts, S) - now.lengths[:, None]
+    index_BS = cached_positions(now.lengths + now.counts, S, sinks) - now.lengths[:, None]
     index_B1Sx = jnp.expand_dims(index_BS, (1, *range(3, old_BKSx.ndim)))
     taken = jnp.take_along_axis(new_BKTx, jnp.clip(index_B1Sx, 0, T - 1), axis=2)
     return jnp.where(index_B1Sx >= 0, taken, old_BKSx)
@@ -196,6 +217,7 @@ def attend(
     bias: PositionBias | None = None,
     prefix_BT: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
+    sinks: int = 0,
 ) -> jax.Array:
     """Self-attention of the new tokens over the cache.
 
@@ -209,13 +231,14 @@ def attend(
       bias: (positions of queries [B, T], of keys [B, S]) -> [B, N, T, S], added to the scores; None: no bias.
       prefix_BT: for several tokens: those marked 1 attend to each other in both directions.
       sinks_N: float32, a logit per query head in the softmax's denominator; None: no sinks.
+      sinks: first tokens that the cache keeps, as in `cached_positions`.
 
     Returns:
       [B, T, N, H] in the queries' dtype.
     """
     count_B = None
     if q_BTNH.shape[1] == 1:
-        positions_BS = cached_positions(now.lengths + now.counts, layer["key"].shape[2])
+        positions_BS = cached_positions(now.lengths + now.counts, layer["key"].shape[2], sinks)
         if not kind.in_blocks:
             count_B = jnp.minimum(now.lengths + now.counts, layer["key"].shape[2])
     else:
@@ -223,7 +246,7 @@ def attend(
         before = rows_of(before)
         stored = as_stored(before["key"].dtype, *new)
         layer = {n: jnp.concatenate([before[n], jnp.swapaxes(x, 1, 2)], axis=2) for n, x in stored.items()}
-        old_BS = cached_positions(now.lengths, before["key"].shape[2])
+        old_BS = cached_positions(now.lengths, before["key"].shape[2], sinks)
         positions_BS = jnp.concatenate([old_BS, jnp.where(now.real, now.positions, -1)], axis=1)
     back_BTS = now.positions[:, :, None] - positions_BS[:, None, :]
     visible_BTS = back_BTS >= 0
@@ -232,7 +255,7 @@ def attend(
         visible_BTS |= (prefix_BT[:, :, None] > 0) & (seen_BS[:, None, :] > 0)
     visible_BTS &= positions_BS[:, None, :] >= 0
     if kind.window is not None:
-        visible_BTS &= jnp.abs(back_BTS) < kind.window
+        visible_BTS &= kind.in_window(back_BTS, positions_BS[:, None, :])
     if kind.window is not None and kind.in_blocks:
         visible_BTS &= now.positions[:, :, None] // kind.window == positions_BS[:, None, :] // kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)

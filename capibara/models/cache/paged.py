@@ -198,7 +198,7 @@ def attend(
     back_BTS = now.positions[:, :, None] - slot_positions_S
     visible_BTS = written_BS[:, None, :] & (back_BTS >= 0)
     if kind.window is not None:
-        visible_BTS &= back_BTS < kind.window
+        visible_BTS &= kind.in_window(back_BTS, slot_positions_S)
     if kind.window is not None and kind.in_blocks:
         visible_BTS &= now.positions[:, :, None] // kind.window == slot_positions_S // kind.window
     bias_BNTS = None if bias is None else bias(now.positions, positions_BS)

@@ -11,7 +11,7 @@ import jax
 
 from capibara.kernels.slots import put, take
 from capibara.models.cache import paged
-from capibara.models.cache.dense import KEYS_VALUES, SLOTS, Cache, LayerCache, has_keys
+from capibara.models.cache.dense import KEYS_VALUES, SLOTS, Cache, LayerCache, has_keys, of_state
 
 
 def select(cache: Cache, slots_R: jax.Array) -> Cache:
@@ -19,7 +19,7 @@ def select(cache: Cache, slots_R: jax.Array) -> Cache:
 
     def of_layer(layer: LayerCache) -> LayerCache:
         if paged.is_paged(layer):
-            return layer
+            return {name: take(x, slots_R) if of_state(name) else x for name, x in layer.items()}
         copied = {name: x if name in KEYS_VALUES else take(x, slots_R) for name, x in layer.items()}
         return copied | ({SLOTS: slots_R} if has_keys(layer) else {})
 
@@ -32,7 +32,7 @@ def merge(cache: Cache, selected: Cache, slots_R: jax.Array) -> Cache:
 
     def of_layer(old: LayerCache, new: LayerCache) -> LayerCache:
         if paged.is_paged(old):
-            return new
+            return {name: put(x, new[name], slots_R) if of_state(name) else new[name] for name, x in old.items()}
         return {name: new[name] if name in KEYS_VALUES else put(x, new[name], slots_R) for name, x in old.items()}
 
     rest = {name: put(x, selected[name], slots_R) for name, x in cache.items() if name != "layers"}

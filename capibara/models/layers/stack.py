@@ -292,8 +292,8 @@ def _active_pipeline(numbered: bool, in_part: bool) -> sharding.Pipeline | None:
         )
     if numbered and sharding.active_pipeline() is not None:
         raise UserError(
-            "Plan.stage is above 1, and pipelines have no dropout and no mixer whose layers differ: set dropout_rate to 0, "
-            "and with @Lightning() Plan.stage to 1"
+            "Plan.stage is above 1, and pipelines have no dropout, no mixer whose layers differ and no streaming heads: set "
+            "dropout_rate to 0, and with @Lightning() or @StreamingHeads() Plan.stage to 1"
         )
     return sharding.active_pipeline()
 

@@ -16,9 +16,11 @@ from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.models.cache import dense, paged
+from capibara.models.cache.streaming import as_ring, ring_of, whole_of
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.parts.config import AttentionGate, InnerNorm, TransformerConfig
+from capibara.models.parts.streaming import Heads, by_heads, mixed
 from capibara.sharding import constrain
 
 
@@ -70,11 +72,13 @@ class Attention(nnx.Module):
         drop: Dropout | None = None,
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
         query_scale_BT: jax.Array | None = None,
+        share_K: jax.Array | None = None,
     ) -> jax.Array:
         """Self-attention of x_BTD, or cross-attention to `encoded_BSD`.
 
         `angles` rotate queries and keys; `query_scale_BT` are factors of the queries; `heads` are queries, keys and
-        values that the block has computed already. See `attend` and `AttentionInputs` for the others.
+        values that the block has computed already; `share_K` is how much each key/value head retrieves, the rest it
+        streams (parts.streaming); None: all. See `attend` and `AttentionInputs` for the others.
         """
         if encoded_BSD is None:
             source, segments, site = x_BTD, segment_ids_BT, Site.PROBABILITIES
@@ -96,7 +100,10 @@ class Attention(nnx.Module):
             drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, site),
             sinks_N=self.sinks_N,
         )
-        return self._output(attend(inputs, kind, self.config.attention), x_BTD)
+        y = attend(inputs, kind, self.config.attention)
+        if share_K is not None:
+            y = mixed(y, attend(inputs, self.config.streamed(kind), self.config.attention), share_K)
+        return self._output(y, x_BTD)
 
     def cached(
         self,
@@ -112,18 +119,30 @@ class Attention(nnx.Module):
         heads: tuple[jax.Array, jax.Array, jax.Array] | None = None,
         written: dense.LayerCache | None = None,
         query_scale_BT: jax.Array | None = None,
+        share_K: jax.Array | None = None,
+        streaming: tuple[int, ...] = (),
     ) -> tuple[jax.Array, dense.LayerCache]:
         """Self-attention of the new tokens to each other and to the cached ones; also returns the updated cache.
 
         A prefill adds `bias_NTS` to the scores and uses `prefix_BT` (as in `AttentionInputs`); other steps add
-        `bias_at` (as in `dense.attend`). `heads` and `query_scale_BT` are as in `__call__`. `written` is the updated
-        cache if another layer has already written these keys and values.
+        `bias_at` (as in `dense.attend`). `heads`, `query_scale_BT` and `share_K` are as in `__call__`. `written` is the
+        updated cache if another layer has already written these keys and values. `streaming` are the layer's streaming
+        heads, whose cache is a ring.
         """
         q, k, v = self._heads(x_BTD, x_BTD, angles, query_scale_BT) if heads is None else heads
+        if streaming:
+            y, written = _attend_by_heads(self.config, Heads(q, k, v, self.sinks_N), layer, now, kind, streaming)
+            return self._output(y, x_BTD), written
         y, written = attend_cached(
             self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT,
             sinks_N=self.sinks_N, written=written,
         )  # fmt: skip
+        if share_K is not None:
+            streamed, _ = attend_cached(
+                self.config, q, k, v, layer, now, self.config.streamed(kind), bias_NTS=None, bias_at=None, prefix_BT=None,
+                sinks_N=self.sinks_N, written=written,
+            )  # fmt: skip
+            y = mixed(y, streamed, share_K)
         return self._output(y, x_BTD), written
 
     def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -214,13 +233,16 @@ def attend_cached(
     row_bias_BNTS: jax.Array | None = None,
     sinks_N: jax.Array | None = None,
     written: dense.LayerCache | None = None,
+    sinks: int = 0,
 ) -> tuple[jax.Array, dense.LayerCache]:
     """Attention of the new tokens' queries to their keys and values and to the cached ones, and the updated cache.
 
-    The arguments are those of `Attention.cached`; a prefill adds `row_bias_BNTS` to the scores, too.
+    The arguments are those of `Attention.cached`; a prefill adds `row_bias_BNTS` to the scores, too. `sinks` are first tokens
+    that the cache keeps, as in `dense.cached_positions`.
     """
     in_pages = paged.is_paged(layer)
-    written = (paged if in_pages else dense).write(layer, k, v, now) if written is None else written
+    if written is None:
+        written = paged.write(layer, k, v, now) if in_pages else dense.write(layer, k, v, now, sinks)
     if now.is_prefill and not dense.attends_quantized_cache(layer, q):
         segments = now.real.astype(jnp.int32)
         if kind.in_blocks:
@@ -234,7 +256,35 @@ def attend_cached(
         return attend(inputs, kind, config.attention), written
     if in_pages:
         return paged.attend(q, written, kind, now, bias_at, sinks_N), written
-    return dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, sinks_N), written
+    return dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, sinks_N, sinks), written
+
+
+def _attend_by_heads(
+    config: TransformerConfig,
+    heads: Heads,
+    layer: dense.LayerCache,
+    now: dense.PrefillInputs,
+    kind: AttentionSpec,
+    streaming: tuple[int, ...],
+) -> tuple[jax.Array, dense.LayerCache]:
+    """Attention of streaming heads to their ring and of the others to the whole cache, and the updated cache."""
+    written: dense.LayerCache = {}
+    attend, spec = (
+        functools.partial(attend_cached, config, bias_NTS=None, bias_at=None, prefix_BT=None),
+        config.streamed(kind),
+    )
+
+    def retrieve(of: Heads) -> jax.Array:
+        y, new = attend(*of[:3], whole_of(layer), now, kind, sinks_N=of.sinks_N)
+        written.update(new)
+        return y
+
+    def stream(of: Heads) -> jax.Array:
+        y, new = attend(*of[:3], ring_of(layer), now, spec, sinks_N=of.sinks_N, sinks=spec.sink_tokens)
+        written.update(as_ring(new))
+        return y
+
+    return by_heads(heads, streaming, retrieve, stream), written
 
 
 def _norm(config: TransformerConfig, of: Projection, heads: int, rngs: nnx.Rngs) -> layers.Norm:

@@ -33,6 +33,7 @@ from capibara.models.parts.kinds import LayerKind, Layers
 from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.multipliers import Multipliers
 from capibara.models.parts.router import Moe, Weighted
+from capibara.models.parts.streaming import StreamingHeads
 
 
 class Positions(enum.StrEnum):
@@ -167,9 +168,11 @@ class FinalNorm(enum.StrEnum):
     NONE = "none"
 
 
+GATES = "retrieval_gates"
+"""The parameter [L, K] with the gates of streaming heads."""
 OF_DECODERS = (
     "attention_gate", "embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent", "mixer",
-    "multipliers",
+    "multipliers", "streaming",
 )  # fmt: skip
 _NOT_LATENT = (
     "bias",
@@ -179,6 +182,7 @@ _NOT_LATENT = (
     "num_kv_heads",
     "inner_norm",
     "attention_gate",
+    "streaming",
 )  # of other attention
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is
     "norm_eps": "1e-6",
@@ -201,8 +205,7 @@ class TransformerConfig(Layers):
       vocab_size: rows of the token embedding; at least the size of the vocabulary.
       embed_dim, num_layers, num_heads, mlp_dim: width, depth, query heads, hidden width of the MLP (0: the
         layers have no MLP, as in Mamba).
-      num_kv_heads: key/value heads; None: as many as query heads.
-      head_dim: size of a head; None: embed_dim / num_heads.
+      num_kv_heads, head_dim: key/value heads, size of a head; None: as many as query heads, embed_dim / num_heads.
       norm, norm_eps, norm_scale, norm_placement: kind, epsilon, scale parameter and placement of normalisation.
       activation, bias, residual: variants of the blocks.
       swiglu_alpha, swiglu_limit: parameters of the activation "clamped_swiglu" (layers.ClampedSwiglu).
@@ -220,9 +223,9 @@ class TransformerConfig(Layers):
       head_bias: whether the output projection has a bias.
       attention: back end of attention.
       max_length: longest row; None: no limit. Learned positions need one.
-      latent: multi-head latent attention, with head_dim as the size of a query's head; None: attention as the fields above
-        have it.
+      latent: multi-head latent attention, whose queries have head_dim; None: attention as the fields above have it.
       mixer: what recurrent layers have in place of attention (ShortConv, GatedDelta, ...); None: there are none.
+      streaming: key/value heads that see a document's first and last tokens alone; None: all see all.
       moe: a mixture of experts in place of every MLP; None: none.
       embedding_scale, head: factor of the token embeddings; kind of output projection.
       value_head: whether there is a value of each position beside the logits, of the same hidden states; for @Ppo().
@@ -267,6 +270,7 @@ class TransformerConfig(Layers):
     max_length: int | None = None
     latent: LatentAttention | None = None
     mixer: Mixer | None = None
+    streaming: StreamingHeads | None = None
     moe: Moe | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
     head: Head = Head.TIED
@@ -398,6 +402,8 @@ class TransformerConfig(Layers):
 
 def trains(config: TransformerConfig) -> Callable[[str], bool] | None:
     """Whether training changes a parameter, by its name; None: it changes all."""
+    if config.has_gates:
+        return lambda name: name == GATES
     if config.lora is None and not config.untrained:
         return None
     return lambda name: name not in config.untrained and (config.lora is None or config.lora.trains(name))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import enum
 import math
 
+import jax
+
+from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.router import Moe
+from capibara.models.parts.streaming import StreamingHeads
 
 
 class LayerKind(enum.StrEnum):
@@ -49,6 +53,7 @@ class Layers:
     mlp_dim: int
     mixer: Mixer | None
     moe: Moe | None
+    streaming: StreamingHeads | None
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -118,7 +123,24 @@ class Layers:
     @property
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
-        return not self.module_layers and not (self.mixer is not None and self.mixer.numbered)
+        numbered = self.streaming is not None or (self.mixer is not None and self.mixer.numbered)
+        return not self.module_layers and not numbered
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether each key/value head has a gate between retrieving and streaming; training changes these alone."""
+        return self.streaming is not None and self.streaming.heads is None
+
+    def streaming_in(self, layer: jax.Array | int) -> tuple[int, ...]:
+        """The streaming heads of a layer by their pattern."""
+        if self.streaming is None or self.streaming.heads is None:
+            return ()
+        assert isinstance(layer, int), "a layer with a cache is compiled by itself"
+        return self.streaming.heads[layer]
+
+    def streamed(self, kind: AttentionSpec) -> AttentionSpec:
+        """What streaming heads see in a layer of this kind."""
+        return kind if self.streaming is None else self.streaming.spec(kind)
 
     @property
     def kv_layers(self) -> int:

@@ -71,7 +71,8 @@ class Shared(NamedTuple):
       dense: whether the layer has an MLP where others have experts.
       bare: whether the layer's attention reads its input without a norm.
       distances_RD: embeddings of distances, of disentangled attention.
-      number: of the layer, where dropout or its mixer asks for it.
+      number: of the layer, where dropout, its mixer or its streaming heads ask for it.
+      shares_LK: how much each key/value head of each layer retrieves (parts.streaming).
     """
 
     row_positions: jax.Array | None = None
@@ -83,6 +84,11 @@ class Shared(NamedTuple):
     bare: bool = False
     distances_RD: jax.Array | None = None
     number: jax.Array | int = 0
+    shares_LK: jax.Array | None = None
+
+    def share_of(self, kind: LayerKind) -> jax.Array | None:
+        """How much each key/value head of the layer, which is of this kind, retrieves; None: it only retrieves."""
+        return None if self.shares_LK is None or kind is LayerKind.LOCAL else self.shares_LK[self.number]
 
 
 class MLP(nnx.Module):
@@ -200,7 +206,15 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
     ) -> jax.Array:
         """What attention makes of its input [B, T, D]."""
-        return self.attention(
+        attend: Callable[..., jax.Array] = self.attention
+        if (share_K := shared.share_of(layer_kind)) is not None:
+            if shared.row_positions is not None:
+                raise UserError(
+                    "Plan.context is above 1, and streaming heads see the first tokens of whole rows: set Plan.context to 1, and "
+                    "share out by fsdp, tensor or data"
+                )
+            attend = functools.partial(attend, share_K=share_K)
+        return attend(
             x_BTD,
             kind=kind,
             segment_ids_BT=rows.blocks if kind.in_blocks and rows.blocks is not None else rows.segment_ids,
@@ -224,9 +238,14 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dense.LayerCache]:
         """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
+        attend: Callable[..., tuple[jax.Array, dense.LayerCache]] = self.attention.cached
+        if (share_K := shared.share_of(layer_kind)) is not None:
+            attend = functools.partial(attend, share_K=share_K)
+        elif streaming := self.config.streaming_in(shared.number):
+            attend = functools.partial(attend, streaming=streaming)
 
         def attended(x: jax.Array) -> jax.Array:
-            y, new = self.attention.cached(
+            y, new = attend(
                 x, layer, now, kind=kind, angles=None if rows.angles is None else rows.angles.get(layer_kind),
                 bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
                 query_scale_BT=rows.scale_of(layer_kind),

@@ -214,6 +214,8 @@ def _illegal(work: Workload, axis: str, size: int) -> str | None:
         return None
     if axis == "context" and c.mixer is not None:
         return "recurrent layers read a row's tokens one after the other"
+    if axis == "context" and c.streaming is not None:
+        return "streaming heads see the first tokens of whole rows"
     if axis == "context" and work.length % (2 * size):
         return f"rows of {work.length} must be a multiple of {2 * size}"
     if axis == "expert" and experts % size:

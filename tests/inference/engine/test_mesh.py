@@ -13,7 +13,7 @@ from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, Gemma3nConfig, StreamingHeads
 from capibara.models.parts.moe import Moe
 from capibara.sharding import Plan
 
@@ -43,6 +43,9 @@ CONFIGS = {
         per_layer_vocab_size=380,
         kv_shared_layers=1,
         activation_sparsity=(0.5,),
+    ),
+    "streaming": DecoderConfig(
+        **SIZES, streaming=StreamingHeads(heads=((0, 2), (1, 3)), sink_tokens=2, recent_window=6)
     ),
     "encoder_decoder": EncoderDecoderConfig(**SIZES),
 }
@@ -90,6 +93,9 @@ def matrix():
         ("gemma3n", {}),
         ("gemma3n", dict(page_size=8)),
         ("gemma3n", dict(draft_tokens=3)),
+        ("streaming", {}),
+        ("streaming", dict(page_size=8)),
+        ("streaming", dict(draft_tokens=3)),
         ("encoder_decoder", {}),
     ]:
         for index, sizes in enumerate(MESHES):

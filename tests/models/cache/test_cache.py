@@ -12,7 +12,7 @@ import pytest
 
 from capibara import sharding
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Mamba2, ShortConv
+from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Mamba2, ShortConv, StreamingHeads
 from capibara.models.cache import dense as caches
 from capibara.models.layers.rope import Rope
 from capibara.models.parts.moe import Moe
@@ -92,6 +92,12 @@ VARIANTS = {
         query_growth_layers="unrotated",
         moe=Moe(num_experts=4, top_k=2, score="sigmoid", gates="scores", weighted="inputs", shared_experts=1),
     ),
+    "streaming": dict(
+        num_layers=3,
+        attention_sinks="head",
+        streaming=StreamingHeads(heads=((0,), (1,), ()), sink_tokens=3, recent_window=5),
+    ),
+    "gates": dict(streaming=StreamingHeads(sink_tokens=3, recent_window=5)),
     "mamba2": dict(
         mixer=Mamba2(heads=4, head_dim=6, groups=2, state_dim=8), layer_pattern=("recurrent", "global"), num_layers=3
     ),
@@ -162,7 +168,7 @@ def compare(config, encoder, **how):
     return cache
 
 
-QUICK = ("gemma2", "longrope", "gpt_oss")  # these cover the features that matter to the cache
+QUICK = ("gemma2", "longrope", "gpt_oss", "streaming")  # these cover the features that matter to the cache
 
 
 @pytest.mark.parametrize(
@@ -206,7 +212,7 @@ def test_a_row_longer_than_its_cache_sees_its_last_tokens():
     np.testing.assert_array_equal(caches.cached_positions(cache["lengths"], 8)[0], [24 - 8, 17, 18, 19, 20, 21, 22, 23])
 
 
-@pytest.mark.parametrize("name", ["gemma2", "blocks"])
+@pytest.mark.parametrize("name", ["gemma2", "blocks", "streaming", "gates"])
 def test_rows_go_on_by_several_tokens_at_once(name):
     model, params = made(dataclasses.replace(TINY, **VARIANTS[name]))
     tokens = rows_of()
@@ -301,6 +307,7 @@ def cut(name, dtype, pieces):
         *(
             pytest.param(name, dtype, marks=pytest.mark.heavy)
             for name, dtype in [
+                ("streaming", jnp.int8),
                 ("qwen in bfloat16", jnp.int8),
                 ("gemma2", jnp.bfloat16),
                 ("t5", jnp.bfloat16),

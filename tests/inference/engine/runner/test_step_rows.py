@@ -17,7 +17,16 @@ from capibara.inference.engine.runner import decode, step_rows
 from capibara.inference.sampling.grammar import Grammar
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig, EncoderDecoderConfig, GatedDelta, Indexer, LatentAttention, Lora, Mamba2
+from capibara.models.api import (
+    DecoderConfig,
+    EncoderDecoderConfig,
+    GatedDelta,
+    Indexer,
+    LatentAttention,
+    Lora,
+    Mamba2,
+    StreamingHeads,
+)
 from capibara.sharding import Plan
 
 VOCABULARY, SLOTS, LENGTH = ByteVocabulary(), 8, 512
@@ -25,6 +34,7 @@ SIZES = dict(vocab_size=384, embed_dim=32, num_heads=4, mlp_dim=64, dtype="float
 LATENT = LatentAttention(
     kv_rank=12, query_rank=20, rotary_dim=8, value_dim=10, indexer=Indexer(heads=16, head_dim=12, top=5)
 )
+STREAMING = StreamingHeads(heads=((0, 2), (0, 1, 2, 3)), sink_tokens=2, recent_window=6)
 MIXER = GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8)
 SCAN = Mamba2(heads=4, head_dim=8, state_dim=8, groups=2, norm="none")
 # Rows of 512 positions are read in blocks, those of 64 and those of a window are not.
@@ -41,6 +51,9 @@ CASES = {
         dict(page_size=16),
         64,
     ),
+    "streaming": (DecoderConfig(**SIZES, num_layers=2, streaming=STREAMING), {}, LENGTH),
+    "streaming in pages": (DecoderConfig(**SIZES, num_layers=2, streaming=STREAMING), dict(page_size=16), LENGTH),
+    "guesses in rings": (DecoderConfig(**SIZES, num_layers=2, streaming=STREAMING), dict(draft_tokens=3), 64),
     "latent": (DecoderConfig(**SIZES, num_layers=1, head_dim=14, latent=LATENT), {}, 64),
     "guesses": (DecoderConfig(**SIZES, num_layers=2), dict(draft_tokens=3), 64),
     "guesses in pages": (DecoderConfig(**SIZES, num_layers=2), dict(draft_tokens=3, page_size=16), 64),
