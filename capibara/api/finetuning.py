@@ -72,7 +72,7 @@ def finetune(
       data: texts, or chats in any usual layout, as for `write_data`; of "dpo", "orpo", "simpo", "cpo" and "reward" pairs of
         answers, of "kto" answers with a label, with rewards prompts.
       out: the run folder.
-      method: "lora", "qlora", "full", "distill", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "process_reward", or one with
+      method: "lora", "qlora", "full", "distill", "duo_attention", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "process_reward", or one with
         rewards: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
       teacher: of method "distill": the model that is learned from, as `model`.
       eval: data of evaluations; None: 3% of `data` is held out.
@@ -229,8 +229,8 @@ def _changed(
 ) -> Trainer:
     """The run with what Python code says of it."""
     if lora is not None:
-        if method is Method.FULL:
-            raise UserError("lora is of adapters, and method is 'full': leave one out")
+        if method in (Method.FULL, Method.DUO_ATTENTION):
+            raise UserError(f"lora is of adapters, and method is {str(method)!r}: leave one out")
         if isinstance(lora, int):  # alpha as the method has it, twice the rank
             usual = trainer.model.lora
             assert isinstance(usual, Lora), "the method's adapters"

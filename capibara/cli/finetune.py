@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
-_METHODS = ("lora", "qlora", "full", "distill", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "process_reward")
+_METHODS = "lora qlora full distill duo_attention dpo orpo simpo cpo kto reward process_reward".split()
 _REWARDED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo")
 _DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual layout, preferences, or questions with rewards.
 
   --model   a Hugging Face folder, a .gguf file, a run folder, or a name on the Hugging Face Hub (OWNER/NAME)
   --data    files, globs or folders of JSON lines; repeatable
   --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; distill: adapters, on the
-            next-token distributions of --teacher; dpo, orpo, simpo, cpo: adapters, on lines with "chosen" and "rejected";
+            next-token distributions of --teacher; duo_attention: gates that say which heads must see long texts whole; dpo, orpo, simpo, cpo: adapters, on lines with "chosen" and "rejected";
             kto: adapters, on lines with a "label", true or false; reward: adapters and a head that scores answers, on lines
             with "chosen" and "rejected"; process_reward: of steps, on lines with "steps" and "labels"; grpo, dr_grpo, dapo,
             gspo, cispo, sapo, rloo, reinforce_pp, ppo: adapters, on its own answers (--gin.REWARDS="(@numeric_answer,)")

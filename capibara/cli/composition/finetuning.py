@@ -25,7 +25,7 @@ class Method(enum.StrEnum):
     """What is trained, and by which loss.
 
     LORA: adapters, on texts or chats. QLORA: the same on a base in 4 bits. FULL: all weights. DISTILL: adapters, on a teacher's
-    next-token distributions for texts or chats. DPO, ORPO, SIMPO, CPO: adapters, on pairs of a chosen and a rejected answer.
+    next-token distributions for texts or chats. DUO_ATTENTION: gates of heads that retrieve or stream, on passkeys in texts. DPO, ORPO, SIMPO, CPO: adapters, on pairs of a chosen and a rejected answer.
     KTO: adapters, on answers with a label. REWARD: adapters and a head that scores answers, on pairs. PROCESS_REWARD: the same
     for steps, on solutions whose steps have labels. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on
     the model's own answers and their rewards.
@@ -35,6 +35,7 @@ class Method(enum.StrEnum):
     QLORA = "qlora"
     FULL = "full"
     DISTILL = "distill"
+    DUO_ATTENTION = "duo_attention"
     DPO = "dpo"
     ORPO = "orpo"
     SIMPO = "simpo"
@@ -71,6 +72,7 @@ class Kind(enum.StrEnum):
 
 # Gin files of a run without a loss; others have what adapters add, and then the loss, whose defaults win.
 _RUNS = {Method.LORA: ("runs/lora.gin",), Method.QLORA: ("runs/lora.gin",), Method.FULL: ("runs/full.gin",)}
+_RUNS |= {Method.DUO_ATTENTION: ("runs/duo_attention.gin",)}
 _TASKS = {
     Kind.TEXT: "tasks/jsonl.gin",
     Kind.CHAT: "tasks/chat.gin",
@@ -270,11 +272,13 @@ def learning_rate(method: Method, model: Pretrained) -> float:
     """The highest learning rate of a method for a model of this size, as published.
 
     Adapters: 2e-4 up to 13 B parameters, 1e-4 above (Dettmers et al. 2023, arXiv:2305.14314, table 9). All weights: 2e-5 up to
-    7 B, 1e-5 above (Stanford Alpaca, 2023). Adapters with another loss: as the comments of its file in gin/runs have it.
+    7 B, 1e-5 above (Stanford Alpaca, 2023). Gates: 0.02 (arXiv:2410.10819). Adapters with another loss: as the comments of its file in gin/runs have it.
     """
     from capibara.models import api
 
     count = api.build(model.model).param_count
+    if method is Method.DUO_ATTENTION:
+        return 0.02
     if method is Method.FULL:
         return 2e-5 if count < 8e9 else 1e-5
     if method not in _OF_LOSS:

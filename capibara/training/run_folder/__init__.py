@@ -6,6 +6,7 @@ from capibara.training.run_folder.reading import (
     TrainedRun,
     adapters,
     described,
+    has_gates,
     head,
     is_run,
     load,
@@ -24,7 +25,7 @@ from capibara.training.run_folder.writing import save
 
 __all__ = [
     "CONFIG", "Placed", "TrainedRun", "adapters", "changes", "check_resumable",
-    "described", "head", "is_run", "load", "lora", "merger", "newest_optimizer",
+    "described", "has_gates", "head", "is_run", "load", "lora", "merger", "newest_optimizer",
     "newest_params", "newest_state", "no_checkpoint", "on_one_device", "recorded", "recorded_steps",
     "save", "start_over", "value_head",
 ]  # fmt: skip

@@ -205,6 +205,13 @@ def value_head(folder: str) -> bool:
     return any(value == "True" for name, (_, value) in bound.items() if name.endswith("Config.value_head"))
 
 
+def has_gates(folder: str) -> bool:
+    """Whether a run's model has gates of streaming heads, from its config.gin."""
+    bound = config.changes("", outputs.read(os.path.join(folder, CONFIG)) or "")
+    bound_to = {name.rpartition("/")[2]: value for name, (_, value) in bound.items()}
+    return "DecoderConfig.streaming" in bound_to and bound_to.get("StreamingHeads.heads", "None") == "None"
+
+
 def lora(folder: str) -> api.Lora | None:
     """The configuration of a run's adapters, from its config.gin; None: it has none."""
     run_manifest.check(stores.folder_of(folder))
