@@ -138,8 +138,17 @@ def of_run(
     Raises:
       UserError: transformers has no such architecture.
     """
+    whole = model
     if model.config.value_head:  # it is for training alone
         model = api.with_value_head(model, False)
+    if model.config.streaming is not None:
+        if not model.config.has_gates:
+            logging.getLogger(__name__).warning(
+                "the model has streaming heads, which its new configuration cannot say: name their file where it is served "
+                "(docs/serving.md)"
+            )
+        model = api.without_streaming(model)
+    if model is not whole:
         params = {name: params[name] for name in model.abstract_params}
     vocabulary, length, about = dataset.get_vocabulary(), dataset.length, dict(origin or {})
     began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))

@@ -26,7 +26,7 @@ from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize.formats import finite
-from capibara.models.api import Adapter, Head, Model, with_head, with_value_head, without_gates
+from capibara.models.api import Adapter, Head, Model, with_head, with_value_head, without_streaming
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies
 
@@ -247,20 +247,20 @@ def loader(path: str, model: Model) -> Loader:
       model: of the run, without adapters.
 
     Raises:
-      UserError: it is another model. Only its reach (RoPE, windows, streaming heads) may differ, with a warning.
+      UserError: it is another model. Only its reach (RoPE, windows) may differ, with a warning.
     """
     foreign = open_model(path)
     ignored = set()
     if model.config.value_head:
         model = with_value_head(model, False)  # values begin anew
-    model = without_gates(model)  # they begin at 1
+    model = without_streaming(model)  # gates begin at 1
     if model.config.head is Head.SCORE and hf_config.from_hf(foreign.config).head is not Head.SCORE:
         model, ignored = with_head(model, Head.TIED), {"head"}  # the scores begin anew
     guessed: Container[str] = getattr(foreign, "guessed", frozenset())
     for name, (ours, theirs) in hf_config.differences(foreign.config, model.config).items():
         if name in guessed or name in ignored:
             continue
-        if name in ("rope", "window", "layer_pattern", "streaming"):
+        if name in ("rope", "window", "layer_pattern"):
             logging.getLogger(__name__).warning("%s was trained with another %s than this run's", path, name)
             continue
         class_name = type(model.config).__name__

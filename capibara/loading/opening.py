@@ -169,6 +169,10 @@ def _tell_unread_generation(folder: str, path: str) -> None:
 
 def _foreign(foreign: ForeignModel, path: str, trainer: Trainer, placed: Placed) -> LoadedModel:
     model = api.build(dataclasses.replace(trainer.model, lora=None))
+    if model.config.has_gates:
+        raise UserError(
+            f"StreamingHeads.heads is None, and {path} has no gates: set heads, or DecoderConfig.streaming = @read_streaming_heads()"
+        )
     shardings = placed(trainer.plan, model)
     if foreign.tokenizer:
         model_rows.check_vocabulary(trainer.dataset.get_vocabulary(), model.config.vocab_size, path)

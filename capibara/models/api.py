@@ -111,7 +111,7 @@ __all__ = [
     "sine_table",
     "trainable_tokens",
     "unmerged",
-    "without_gates",
+    "without_streaming",
 ]
 
 Read = Callable[[Params, Batch, Cache, bool], tuple[jax.Array, Cache]]
@@ -337,9 +337,9 @@ def with_value_head(model: Model, value_head: bool) -> Model:
     return build(dataclasses.replace(model.config, value_head=value_head))
 
 
-def without_gates(model: Model) -> Model:
-    """The model whose heads all retrieve, without the gates that say so; all other parameters are the same."""
-    return build(dataclasses.replace(model.config, streaming=None)) if model.config.has_gates else model
+def without_streaming(model: Model) -> Model:
+    """The model whose heads all retrieve, without gates; all other parameters are the same."""
+    return build(dataclasses.replace(model.config, streaming=None))
 
 
 def with_head(model: Model, head: Head) -> Model:

@@ -254,7 +254,7 @@ def _of_run(trainer: Trainer, model: Model, mesh: Mesh, target: Params) -> tuple
         # Values are for training alone, and begin anew where there are none.
         return stored, lambda params: {name: value for name, value in created(params).items() if name != "critic"}
     if model.config.has_gates and not run_folder.has_gates(_folder(trainer)):
-        return _of_run(trainer, api.without_gates(model), mesh, {n: x for n, x in target.items() if n != api.GATES})
+        return _of_run(trainer, api.without_streaming(model), mesh, {n: x for n, x in target.items() if n != api.GATES})
     lora = run_folder.lora(_folder(trainer))
     if trainer.init_with is InitWith.ADAPTERS:
         if lora is None:

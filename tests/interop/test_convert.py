@@ -1,5 +1,6 @@
 """capibara convert --from --to: our run into a Hugging Face folder, and a foreign model into a run, bit for bit."""
 
+import dataclasses
 import json
 import os
 
@@ -218,3 +219,19 @@ def test_a_run_of_bytes_has_no_tokenizer_file(params):
     source = conversion.of_run(api.build(TINY), params, dataset)
     assert source.tokenizer == {} and source.config["eos_token_id"] == 1
     assert source.config["max_position_embeddings"] == 64
+
+
+@pytest.mark.parametrize("heads", [((0,), ()), None], ids=["pattern", "gates"])
+def test_streaming_heads_stay_behind(params, model_dir, tmp_path, caplog, heads):
+    """A config.json cannot say them; of a pattern that is told."""
+    config = dataclasses.replace(
+        TINY, streaming=api.StreamingHeads(heads=heads and (*heads, *[()] * (TINY.num_layers - 2)))
+    )
+    gin = gin_of.run(config, str(tmp_path / "run"), {})
+    gates = {} if heads else {api.GATES: jax.numpy.ones((TINY.num_layers, TINY.kv_heads))}
+    run_folder.save(str(tmp_path / "run"), params | gates, gin)
+    assert run(f"--from={tmp_path}/run", f"--to={tmp_path}/hf", "--dtype=f32") == 0
+    assert ("streaming heads, which its new configuration cannot say" in caplog.text) is (heads is not None)
+    assert run(f"--from={model_dir}", f"--to={tmp_path}/plain", "--dtype=f32") == 0
+    tensors = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "plain")]
+    assert tensors[0] == tensors[1]

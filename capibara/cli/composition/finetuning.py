@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from capibara.cli.composition.pretrained import Pretrained
 
 _LENGTH = 1024  # tokens of a row, if the model reads so many
+_LONG = 8192  # of one with passkeys
 _MOST_BATCHES = 100_000  # of a pass whose steps are counted
 _PARTS = 5  # evaluations and checkpoints of a run
 
@@ -134,7 +135,7 @@ class FineTuning:
       epochs: passes over the data; None: one.
       learning_rate: the highest one; None: see `learning_rate`.
       batch_size: rows of a batch.
-      length: tokens of a row; None: 1024, or what the model reads.
+      length: tokens of a row; None: 1024 (of duo_attention 8192), or what the model reads.
       seed: of adapters and of the data's order.
       gin_files: Gin files after those of the method.
       bindings: Gin bindings after all others.
@@ -231,7 +232,7 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
             f"model {asked.model} is a {type(model.model).__name__}, must be a decoder: see docs/training.md for the others"
         )
     kind = _kind(asked)
-    most = 768 if asked.method.is_rewarded else _LENGTH
+    most = {Method.DUO_ATTENTION: _LONG}.get(asked.method, 768 if asked.method.is_rewarded else _LENGTH)
     length = asked.length or min(most, model.length or most)
     bindings = {
         pretrained.MODEL: model.path,

@@ -71,7 +71,7 @@ class DuoAttention(Loss):
 
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         self.passkeys_of(dataset, 0).check(dataset.length)  # raises before anything is compiled
-        whole = api.without_gates(model)
+        whole = api.without_streaming(model)
 
         def sums(
             params: Params, batch: Batch, remat: RematPolicy | None, step: jax.Array | None
