@@ -73,10 +73,10 @@ def read_gates(path: str) -> tuple[np.ndarray, StreamingHeads]:
         gates_LK = np.loadtxt(name, dtype=np.float32, delimiter="\t", ndmin=2)
     except (OSError, ValueError) as error:
         raise UserError(f"{name} cannot be read ({limits.cause(error)}): name a folder with {GATES_FILE}") from None
-    sizes = [values.get(name) if isinstance(values, dict) else None for name in ("sink_size", "recent_size")]
-    if not all(type(size) is int for size in sizes) or not np.isfinite(gates_LK).all():
+    sink, recent = (values.get(key) if isinstance(values, dict) else None for key in ("sink_size", "recent_size"))
+    if not isinstance(sink, int) or not isinstance(recent, int) or not np.isfinite(gates_LK).all():
         raise UserError(f"{path} must have finite gates, and config.json sink_size and recent_size: copy it again")
-    return np.clip(gates_LK, 0, 1), StreamingHeads(sink_tokens=sizes[0], recent_window=sizes[1])
+    return np.clip(gates_LK, 0, 1), StreamingHeads(sink_tokens=sink, recent_window=recent)
 
 
 def streaming(gates_LK: np.ndarray, *, share: float | None, threshold: float | None) -> tuple[tuple[int, ...], ...]:

@@ -48,7 +48,7 @@ def _visible(inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
     T, S, prefix_BT = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1], inputs.prefix_BT
     q_row_positions_T = jnp.arange(T) if inputs.q_row_positions_T is None else inputs.q_row_positions_T
     kv_row_positions_S = jnp.arange(S) if inputs.kv_row_positions_S is None else inputs.kv_row_positions_S
-    back_TS = q_row_positions_T[:, None] - kv_row_positions_S[None, :]
+    back_TS = jnp.asarray(q_row_positions_T[:, None] - kv_row_positions_S[None, :])
     visible_BTS = inputs.q_segments_BT[:, :, None] == inputs.kv_segments_BS[:, None, :]
     if spec.causal and prefix_BT is not None:
         visible_BTS &= (back_TS >= 0) | ((prefix_BT[:, :, None] > 0) & (prefix_BT[:, None, :] > 0))
