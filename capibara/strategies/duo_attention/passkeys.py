@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 
 import numpy as np
@@ -14,7 +15,7 @@ _WORDS = (
     "anchor", "basket", "candle", "desert", "engine", "feather", "garden", "harbor", "island", "jacket", "kettle", "ladder",
     "marble", "needle", "orange", "pepper", "quarry", "ribbon", "saddle", "tunnel", "umbrella", "valley", "window", "yellow",
 )  # fmt: skip
-_ROOM = 2  # a row has at least so many times the tokens of its passkeys and questions
+_ROOM = 1.5  # a row has at least so many times the tokens of its passkeys and questions
 _NEAREST, _FARTHEST = 0.05, 0.95  # where passkeys are, as shares of the text
 
 
@@ -39,7 +40,7 @@ class Passkeys:
     def check(self, length: int) -> None:
         """Raises UserError if rows of this length have no room for the passkeys."""
         _, _, needles, questions = self._drawn(np.random.default_rng(0))
-        need = _ROOM * sum(map(len, [*needles, *questions]))
+        need = math.ceil(_ROOM * sum(map(len, [*needles, *questions])))
         least = length if self.shortest is None else min(self.shortest, length)
         if need > least:
             name = "Dataset.length" if self.shortest is None or self.shortest >= length else "DuoAttention.shortest"
