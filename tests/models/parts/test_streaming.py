@@ -14,7 +14,7 @@ from capibara.core import tree
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.sampling.sampling import Sampling
+from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.kernels.attention import reference, streaming
 from capibara.kernels.attention.signature import AttentionInputs
 from capibara.kernels.attention.spec import AttentionSpec
@@ -152,6 +152,15 @@ def test_a_prompt_that_shares_a_beginning_reads_on_where_the_ring_is_whole():
         prompts = ["a prompt of more than sixteen tokens", "a prompt of more than sixteen notes", again + "?"]
         texts[mib] = [engine.submit(prompt, greedy).result().tokens for prompt in prompts]
     assert texts[0] == texts[16]
+
+
+def test_a_search_of_one_beam_is_greedy():
+    engine = Engine(api.build(CONFIG), params(), VOCABULARY, LENGTH, EngineConfig(slots=2, prefix_cache_mib=0))
+    prompts, sampling = ["x = 1; y", "def f"], Sampling(max_new_tokens=20, beams=BeamSearch(num_decodes=1))
+    found = [engine.submit(prompt, sampling).result().tokens for prompt in prompts]
+    greedy = [engine.submit(prompt, Sampling(temperature=0.0, max_new_tokens=20)).result().tokens for prompt in prompts]
+    for beam, tokens in zip(found, greedy, strict=True):  # a search may end a text where its end is likely enough
+        assert len(beam) > PATTERN.capacity and beam == tokens[: len(beam)]
 
 
 def test_gates_of_zero_and_one_are_a_pattern():
