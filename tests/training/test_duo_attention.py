@@ -93,6 +93,8 @@ def test_gates_alone_are_trained_and_become_a_pattern_that_serves(make_trainer, 
     ]
     served = cb.load(base, bindings=bindings)
     assert served.loaded.model.config.streaming == pattern
+    with pytest.raises(UserError, match="streaming is a pattern: open the model that the gates were trained for"):
+        cb.load(str(tmp_path / "run"), bindings=bindings)
 
 
 def test_a_mesh_trains_the_same_gates(make_trainer, train, tmp_path):
@@ -110,7 +112,7 @@ def test_a_mesh_trains_the_same_gates(make_trainer, train, tmp_path):
         (dict(model=MODEL), r"streaming is None, without gates: set DecoderConfig.streaming = @StreamingHeads\(\)"),
         (
             dict(model=dataclasses.replace(MODEL, streaming=cb.StreamingHeads(heads=((0,), ())))),
-            "streaming is a pattern, without gates",
+            "streaming is a pattern: open the model that the gates were trained for with the pattern, or to train gates set",
         ),
         (dict(loss=cb.DuoAttention()), r"Dataset.length is 512, must be at least \d+ for DuoAttention.passkeys \(10\)"),
         (dict(loss=cb.DuoAttention(passkeys=2, passkey_words=2, shortest=9)), "DuoAttention.shortest is 9, must be at"),

@@ -62,12 +62,18 @@ class DuoAttention(Loss):
 
     def check_model(self, model: TransformerConfig) -> None:
         super().check_model(model)
-        if not model.has_gates:
-            state = "None" if model.streaming is None else "a pattern"
+        if model.has_gates:
+            return
+        field = f"{type(model).__name__}.streaming"
+        if model.streaming is not None:
             raise UserError(
-                f"Trainer.loss is @DuoAttention(), and {type(model).__name__}.streaming is {state}, without gates: set "
-                f"{type(model).__name__}.streaming = @StreamingHeads(), and StreamingHeads.heads = None"
+                f"Trainer.loss is @DuoAttention(), whose runs have gates, and {field} is a pattern: open the model that the gates "
+                f"were trained for with the pattern, or to train gates set {field} = @StreamingHeads(), and StreamingHeads.heads = None"
             )
+        raise UserError(
+            f"Trainer.loss is @DuoAttention(), and {field} is None, without gates: set {field} = @StreamingHeads(), and "
+            "StreamingHeads.heads = None"
+        )
 
     def objective(self, model: Model, dataset: Dataset) -> Objective:
         self.passkeys_of(dataset, 0).check(dataset.length)  # raises before anything is compiled
