@@ -31,6 +31,7 @@ from capibara.models.api import (
     LatentAttention,
     Lora,
     Moe,
+    StreamingHeads,
 )
 from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer
@@ -38,6 +39,7 @@ from capibara.planner.hardware import topology
 from capibara.sharding import Plan
 from capibara.strategies.distillation.loss import Distillation
 from capibara.strategies.distillation.teacher import Teacher
+from capibara.strategies.duo_attention.loss import DuoAttention
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.rewards import exact_answer
 from capibara.training import setup
@@ -72,6 +74,7 @@ MODELS = {
         attention_soft_cap=50.0,
         logit_soft_cap=30.0,
     ),
+    "gates": dataclasses.replace(DECODER, streaming=StreamingHeads()),
     "experts": EXPERTS,
     "gpt-oss": dataclasses.replace(
         DECODER,
@@ -121,8 +124,8 @@ MODELS = {
 
 
 def compiles_on(name: str, sizes: dict[str, int]) -> bool:
-    """Whether a model runs on such a mesh: Gemma 3n has no stages, and recurrent layers have no context axis."""
-    in_parts = "context" in sizes and MODELS[name].mixer is not None
+    """Whether a model runs on such a mesh: Gemma 3n and gates have no stages, recurrent layers and gates no context axis."""
+    in_parts = "context" in sizes and (MODELS[name].mixer is not None or MODELS[name].streaming is not None)
     return not in_parts and ("stage" not in sizes or MODELS[name].runs_in_stages)
 
 
@@ -137,6 +140,7 @@ SLICES = {
 LOSSES = {
     "Dpo": Dpo(),
     "Grpo": Grpo(rewards=(exact_answer,), kl=0.1, updates=2, sampling=Sampling(max_new_tokens=64)),
+    "DuoAttention": DuoAttention(passkeys=1, passkey_words=1),
     "Distillation": Distillation(teacher=Teacher(path="runs/large", model=DECODER), top_k=16, hard_weight=0.5),
 }
 
