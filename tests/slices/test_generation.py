@@ -199,8 +199,7 @@ class Abstract:
             state, _ = self.run("verify", served, state, *of_all, *guesses, table, 0, self.beside(self.slots))
         else:
             state, _ = self.run("step", served, state, *of_all, self.here(), table, 0, self.beside(self.slots))
-        row = self.run("row", state, self.here(), table, READ)
-        self.run("put", state, row, self.here(), table)
+        self.run("row", state, self.here(), table, READ)
         return state
 
 
