@@ -30,6 +30,7 @@ _USES = {
     "privacy": "train: Trainer.privacy",
     "launch": "launch: Cloud TPU, Vertex AI, GKE, Bayesian sweeps",
     "builders": "prepare",
+    "retrieval": "prepare index, prepare raft: search by faiss",
     "beam": "prepare corpus on Apache Beam",
     "dashboard": "dashboard",
     "parquet": "train: Parquet files",

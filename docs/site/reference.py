@@ -40,6 +40,7 @@ _ROOMS = {
     "monitoring": "callbacks, trackers, dashboard, profiles",
     "jobs": "launch: systems for jobs, sweeps",
     "builders": "preparation of data sets",
+    "retrieval": "indexes of documents",
 }
 
 

@@ -277,8 +277,8 @@ DEPENDENT = (
     Dependent(("Grpo.importance_mode",), "Grpo.importance_cap or Grpo.importance_floor", _bounds_importance),
     Dependent(("Grpo.kl_in", "Grpo.unbiased_kl"), "Grpo.kl above 0", lambda run, component: component.kl > 0),
     Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, component: component.kl_target is not None),
-    Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'component'", lambda run, component: component.where != "all"),
-    Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'component'", lambda run, component: component.where != "all"),
+    Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
+    Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
     Dependent(
         ("Distillation.where", "Distillation.mesh"),
         "Distillation.on_policy above 0 or Distillation.teacher_draws",

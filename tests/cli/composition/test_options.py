@@ -310,7 +310,7 @@ ALONE = {
     "Distillation": "teacher stored beta temperature top_k hard_weight on_policy teacher_draws sampling engine",
     "Cpo": "kind beta label_smoothing nll_weight alpha",
     "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where surrogate level "
-    "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment",
+    "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment memory max_chunks",
     "Ppo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where clip value_clip "
     "value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
