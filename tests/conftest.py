@@ -156,7 +156,8 @@ def _no_modules_of_tests(tmp_path_factory):
             del sys.modules[name]
 
 
-_MOST_RESIDENT_GIB = 3  # of a worker; without a limit one grows to 7 by the last tests
+_GIB = 2**30
+_most_resident = [4 * _GIB]  # of a worker; without a limit one grows to 7 GiB by the last tests
 
 
 def _resident_bytes():
@@ -167,11 +168,15 @@ def _resident_bytes():
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_programs_are_dropped():
-    """The programs of earlier files, when they fill too much memory; a later file finds those that it needs on disk."""
+    """The programs of earlier files, when they fill too much memory; a later file finds those that it needs on disk.
+
+    Not for every file: looking them up takes time, too.
+    """
     yield
-    if (jax := sys.modules.get("jax")) and _resident_bytes() > _MOST_RESIDENT_GIB * 2**30:
+    if (jax := sys.modules.get("jax")) and _resident_bytes() > _most_resident[0]:
         jax.clear_caches()
         gc.collect()
+        _most_resident[0] = max(_most_resident[0], _resident_bytes() + _GIB)
 
 
 # Folders whose tests run under strict promotion. The optimizers do not: optax 0.2.8 multiplies int32 by float32.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -238,17 +238,17 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dense.LayerCache]:
         """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
-        attend: Callable[..., tuple[jax.Array, dense.LayerCache]] = self.attention.cached
+        options: dict[str, Any] = {}
         if (share_K := shared.share_of(layer_kind)) is not None:
-            attend = functools.partial(attend, share_K=share_K)
+            options["share_K"] = share_K
         elif streaming := self.config.streaming_in(shared.number):
-            attend = functools.partial(attend, streaming=streaming)
+            options["streaming"] = streaming
 
         def attended(x: jax.Array) -> jax.Array:
-            y, new = attend(
+            y, new = self.attention.cached(
                 x, layer, now, kind=kind, angles=None if rows.angles is None else rows.angles.get(layer_kind),
                 bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
-                query_scale_BT=rows.scale_of(layer_kind),
+                query_scale_BT=rows.scale_of(layer_kind), **options,
             )  # fmt: skip
             written.update(new)
             return y
