@@ -102,19 +102,19 @@ def folder_of(array: str) -> str:
     return f"{FOLDER}/{array.replace('/', '.')}"
 
 
-def layout(folder: epath.Path, found: Manifest, array: str) -> Layout:
+def layout(folder: epath.Path, listed: Manifest, array: str) -> Layout:
     """The layout of an array of a step.
 
     Raises:
       Corrupted: it is missing or invalid.
     """
     path = f"{folder_of(array)}/{LAYOUT}"
-    if path not in found.by_path:
+    if path not in listed.by_path:
         raise Corrupted(f"{path} is gone")
-    if (size := found.by_path[path].size) > _LAYOUT_BYTES:
+    if (size := listed.by_path[path].size) > _LAYOUT_BYTES:
         raise Corrupted(f"{path} has {size:,} bytes, must have at most {_LAYOUT_BYTES:,}")
     try:
-        return Layout.parse(manifest.contents(folder, found.by_path[path]).tobytes())
+        return Layout.parse(manifest.contents(folder, listed.by_path[path]).tobytes())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Corrupted(f"{path} cannot be read ({manifest.one_line(error)})") from error
 
@@ -126,7 +126,7 @@ def read(
 
     Args:
       folder: of the step.
-      found: its manifest.
+      manifest: its manifest.
       target: ShapeDtypeStructs with the wanted shardings and dtypes, which may differ from the saved ones.
       check: whether to compare each chunk with its hash.
       key: of an encrypted step.

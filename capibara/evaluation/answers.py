@@ -64,19 +64,19 @@ Q = TypeVar("Q", bound=Asked)
 
 
 def generated(
-    subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
+    subject: Subject, name: str, task: EvalTask, items: Sequence[Item], recorded: Predictions, show: Show
 ) -> list:
     """Generates the predictions of a task for its metrics: a text for each item, or a list of samples."""
     asked = [(i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)]
     if task.memory is None:
         questions = [_question(subject, name, task, i, item, n) for i, item, n in asked]
-        lines = ask(subject, name, questions, generate_each, told, show)
+        lines = ask(subject, name, questions, generate_each, recorded, show)
     else:
         prompts = Prompts(
             task.memory, subject.trainer.dataset, subject.chat if task.format is PromptFormat.CHAT else None
         )
         opened = [_read_question(name, task, prompts, i, item, n) for i, item, n in asked]
-        lines = ask(subject, name, opened, _read, told, show)
+        lines = ask(subject, name, opened, _read, recorded, show)
     texts = [line["prediction"] for line in lines]
     if task.num_samples == 1:
         return texts
@@ -90,7 +90,7 @@ def chosen(
     items: Sequence[Item],
     strategy: Strategy,
     reward: RewardModel | None,
-    told: Predictions,
+    recorded: Predictions,
     show: Show,
 ) -> list[Answer]:
     """The answers that a thinking strategy chooses; the file of predictions has all texts, and behind them the chosen ones."""
@@ -110,15 +110,15 @@ def chosen(
         tag = task.sampling.thinking_tags[1]
         return [
             Draw(line["prediction"], len(line["tokens"]), tag)
-            for line in ask(subject, name, questions, generate_each, told, show)
+            for line in ask(subject, name, questions, generate_each, recorded, show)
         ]
 
     prompts = [Conversation([{"role": "user", "content": item.prompt}]) for item in items]
     answers = strategy.answers([item.prompt for item in items], ask_drafts, rate_of(reward, prompts))
     for i, answer in enumerate(answers):
         request = {"task": name, "example": i, "thinking": strategy.described()}
-        if told.known(request) is None:
-            told.add(
+        if recorded.known(request) is None:
+            recorded.add(
                 request, {"prediction": answer.text, "texts": answer.texts, "tokens": answer.tokens, **answer.about}
             )
     return answers
@@ -129,16 +129,16 @@ def ask(
     name: str,
     questions: Sequence[Q],
     generate: Callable[[Subject, Sequence[Q]], Iterator[dict[str, Any]]],
-    told: Predictions,
+    recorded: Predictions,
     show: Show,
 ) -> Iterator[dict[str, Any]]:
     """Generates answers to all questions by `generate`; returns their lines, {"prediction", "finish", "tokens", ...}, in order."""
-    known = told.beginning(question.about for question in questions)
+    known = recorded.beginning(question.about for question in questions)
     yield from known
     left = questions[len(known) :]
     answers = subject.in_turns(left, functools.partial(generate, subject), subject.slots)
     for done, (question, answer) in enumerate(zip(left, answers, strict=True), len(known) + 1):
-        line = told.add(question.about, answer)
+        line = recorded.add(question.about, answer)
         show(name, f"{done} of {len(questions)} answers")
         yield line
 
@@ -205,7 +205,7 @@ def prompt_of(subject: Subject, form: PromptFormat, text: str) -> tuple[Sequence
 
 
 def ranked(
-    subject: Subject, name: str, task: EvalTask, items: Sequence[Item], told: Predictions, show: Show
+    subject: Subject, name: str, task: EvalTask, items: Sequence[Item], recorded: Predictions, show: Show
 ) -> list[list[Choice]]:
     """Scores the choices of each item."""
     abouts = [
@@ -213,7 +213,7 @@ def ranked(
         | {"format": str(task.format), "before_choice": task.before_choice}
         for i, item in enumerate(items)
     ]
-    lines = told.beginning(abouts)
+    lines = recorded.beginning(abouts)
     left = range(len(lines), len(items))
     pairs = [pair for i in left for pair in _pairs(subject, task, items[i])]
     owners = [(i, choice) for i in left for choice in items[i].choices]
@@ -227,7 +227,7 @@ def ranked(
     lengths = iter([len(pair.continuation) for pair in pairs])
     for i in left:
         result = [[next(scores).log_probability, next(lengths), len(entry.encode())] for entry in items[i].choices]
-        lines.append(told.add(abouts[i], {"log_probability_tokens_bytes": result}))
+        lines.append(recorded.add(abouts[i], {"log_probability_tokens_bytes": result}))
     return [[Choice(*entry) for entry in line["log_probability_tokens_bytes"]] for line in lines]
 
 

@@ -89,7 +89,9 @@ def evaluate(
     }
 
 
-def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show: Show) -> dict[str, dict[str, Any]]:
+def _of(
+    subject: Subject, task: Task, limit: int | None, recorded: Predictions, show: Show
+) -> dict[str, dict[str, Any]]:
     """The result of each task of one name; a mixture has several tasks."""
     match task:
         case Validation():
@@ -97,28 +99,28 @@ def _of(subject: Subject, task: Task, limit: int | None, told: Predictions, show
             return {validation.NAME: _result(result, batches=batches)}
         case Seqio(name, options):
             how = {"split": options.split, "sampling": changed(options.sampling)}
-            parts = seqio_tasks.evaluated(subject, name, options, limit, told, show)
+            parts = seqio_tasks.evaluated(subject, name, options, limit, recorded, show)
             return {seqio_tasks.PREFIX + part: _result(value, examples=n, **how) for part, (value, n) in parts.items()}
         case Ours(name):
-            return {name: _of_ours(subject, task, told, show)}
+            return {name: _of_ours(subject, task, recorded, show)}
 
 
-def _of_ours(subject: Subject, ours: Ours, told: Predictions, show: Show) -> dict[str, Any]:
+def _of_ours(subject: Subject, ours: Ours, recorded: Predictions, show: Show) -> dict[str, Any]:
     name, task, items = ours.name, ours.task, ours.items
     how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
     if task.retrieval is not None:
         how |= {"index": task.retrieval.index, "k": task.retrieval.k}
     if task.thinking is not None:
-        chosen = answers.chosen(subject, name, task, items, task.thinking, ours.reward, told, show)
+        chosen = answers.chosen(subject, name, task, items, task.thinking, ours.reward, recorded, show)
         results: list[Any] = [answer.text for answer in chosen]
         how |= {"thinking": _thought(task.thinking, chosen), "sampling": changed(task.sampling)}
     elif task.choices is None:
-        results = answers.generated(subject, name, task, items, told, show)
+        results = answers.generated(subject, name, task, items, recorded, show)
         how |= {"num_samples": task.num_samples, "sampling": changed(task.sampling)}
         if task.memory is not None:
             how |= {"memory": dataclasses.asdict(task.memory)}
     else:
-        results = answers.ranked(subject, name, task, items, told, show)
+        results = answers.ranked(subject, name, task, items, recorded, show)
     show(name, "metrics")
     result, about = hosts.of_first(lambda: _measured(ours, results))
     return _result({metric: Estimate(*item) for metric, item in result.items()}, **how, **about)

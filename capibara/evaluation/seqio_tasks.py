@@ -87,7 +87,7 @@ class Opened:
 
 
 def evaluated(
-    subject: Subject, name: str, options: SeqioEvaluation, limit: int | None, told: Predictions, show: Show
+    subject: Subject, name: str, options: SeqioEvaluation, limit: int | None, recorded: Predictions, show: Show
 ) -> dict[str, tuple[dict[str, Estimate], int]]:
     """The metrics and the number of examples of a task, or of each task of a mixture.
 
@@ -95,7 +95,7 @@ def evaluated(
       UserError: as `opened` and `judged`.
     """
     result = opened(subject.trainer, name, options, options.num_examples if limit is None else limit)
-    return judged(subject, result, told, show)
+    return judged(subject, result, recorded, show)
 
 
 def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | None) -> Opened:
@@ -121,7 +121,7 @@ def opened(trainer: Trainer, name: str, options: SeqioEvaluation, limit: int | N
 
 
 def judged(
-    subject: Subject, opened: Opened, told: Predictions, show: Show
+    subject: Subject, opened: Opened, recorded: Predictions, show: Show
 ) -> dict[str, tuple[dict[str, Estimate], int]]:
     """The metrics and the number of examples of each opened task.
 
@@ -131,7 +131,7 @@ def judged(
     """
     opened.check(subject.model)
     evaluator, kinds = opened.evaluator, tasks.load().metrics.ModelOutputType
-    asking = _Asking(subject, opened.options, told, show, opened.name)
+    asking = _Asking(subject, opened.options, recorded, show, opened.name)
     known = {kinds.PREDICTION: asking.guarded(asking.predictions), kinds.SCORE: asking.guarded(asking.scores)}
     try:
         results = evaluator.evaluate(compute_metrics=True, model_fns=known)[0].result()
@@ -192,7 +192,7 @@ class _Asking:
 
     subject: Subject
     options: SeqioEvaluation
-    told: Predictions
+    recorded: Predictions
     show: Show
     name: str
     error: Exception | None = None  # raised while answering, not by the task's own code
@@ -222,7 +222,7 @@ class _Asking:
             for ids in [np.asarray(example.get("inputs", ()), np.int64).tolist()]
         ]
         tokens = [
-            line["tokens"] for line in ask(self.subject, self.name, questions, generate_each, self.told, self.show)
+            line["tokens"] for line in ask(self.subject, self.name, questions, generate_each, self.recorded, self.show)
         ]
         width = 1 + max(map(len, tokens))  # the Evaluator makes one array of them, and ignores tokens after the end
         rows = [[*ids, vocabulary.eos_id, *[vocabulary.pad_id] * (width - 1 - len(ids))] for ids in tokens]

@@ -164,10 +164,10 @@ class RewardedLoss(Loss):
         reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
         size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
         # If they do not fit a process's own chips, they are sharded like the trained parameters.
-        own = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
+        own_chips = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
         return (
             *reference,
-            own if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
+            own_chips if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
             ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
         )
 
