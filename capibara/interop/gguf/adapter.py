@@ -67,8 +67,8 @@ def _parts(tensor: Tensor, pair: Pair, alpha: float, heads: tuple[int, int]) -> 
     """`lora_a` [rank, inputs] and `lora_b` [outputs, rank] of the file."""
     change = Change.NONE if tensor.change is Change.TRANSPOSED else tensor.change  # lora_A reads inputs either way
     b = gguf_names.to_gguf(pair.b, change, heads)
-    own = pair.scale * pair.rank
-    return pair.a, b if own == alpha else b * (own / alpha)
+    numerator = pair.scale * pair.rank
+    return pair.a, b if numerator == alpha else b * (numerator / alpha)
 
 
 def _write(path: str, arch: str, alpha: float, values: Mapping[str, np.ndarray]) -> None:

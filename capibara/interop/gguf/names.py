@@ -61,14 +61,14 @@ class Row:
       name, dims: of the tensor in the checkpoint.
       change: how GGUF stores it.
       when: the value of config.json that the tensor requires.
-      own: whether layers that reuse others' keys and values lack it.
+      of_kv_layers: whether layers that reuse others' keys and values lack it.
     """
 
     name: str
     dims: str
     change: Change = Change.NONE
     when: str = ""
-    own: bool = False
+    of_kv_layers: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Family:
                 continue
             shape = tuple(sizes[letter] for letter in row.dims.split())
             rows = sizes["v"] if row.dims.startswith("w ") and sizes["w"] != sizes["v"] else None
-            of_row = gemma3n.kv_layers(config) if row.own else layers
+            of_row = gemma3n.kv_layers(config) if row.of_kv_layers else layers
             for layer in range(of_row if "{layer}" in row.name else 1):
                 of_map = row.name.replace("{layer}", str(layer)).replace(".{expert}", "")
                 of_map = f"{of_map}.weight" if of_map.endswith((".sinks", "_scale")) else of_map
@@ -319,7 +319,7 @@ _PHI3 = _without(_PLAIN, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") +
     (_L + "self_attn.qkv_proj.weight", "c d"), (_L + "mlp.gate_up_proj.weight", "g d")
 )
 _OWN = tuple(
-    dataclasses.replace(row, own=any(part in row.name for part in ("k_proj", "v_proj", "k_norm")))
+    dataclasses.replace(row, of_kv_layers=any(part in row.name for part in ("k_proj", "v_proj", "k_norm")))
     for row in _PLAIN + _QK_NORM
 )
 _GEMMA3N = _OWN + _rows(

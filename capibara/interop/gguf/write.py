@@ -53,7 +53,7 @@ def write_gguf(
         known = ", ".join(gguf_types.DTYPES)
         raise UserError(f"dtype {dtype!r} is not supported for GGUF files, must be one of {known}")
     family = gguf_names.of_model_type(config.get("model_type"))
-    own = family.tensors(config)
+    named = family.tensors(config)
     if family.model_type == gpt_oss.MODEL_TYPE:
         tensors = gpt_oss.apart(tensors)
     elif dtype == "mxfp4":
@@ -62,7 +62,9 @@ def write_gguf(
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
-        _File(unfinished, family, config, own, values, gguf_types.Types.of(dtype, config, family)).write(tensors, show)
+        _File(unfinished, family, config, named, values, gguf_types.Types.of(dtype, config, family)).write(
+            tensors, show
+        )
         os.replace(unfinished, path)
 
 
