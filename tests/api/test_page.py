@@ -23,14 +23,29 @@ def there(folder, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_block_runs(there, capsys):
-    matplotlib.use("Agg")
-    text = PAGE.read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 10
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(blocks, page):
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), names)
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_blocks_before_the_first_training_run(there, capsys):
+    blocks = blocks_of(PAGE)
+    first = next(index for index, block in enumerate(blocks) if "cb.finetune(" in block)
+    assert first >= 4
+    run(blocks[:first], PAGE)
+    assert "LanguageModel" in capsys.readouterr().out
+
+
+def test_every_block_runs(there, capsys):
+    matplotlib.use("Agg")
+    blocks = blocks_of(PAGE)
+    assert len(blocks) >= 10
+    run(blocks, PAGE)
     written = {"mine.gguf", "adapter", "loss.png", "answers.html", "merged"}
     assert written <= {path.name for path in there.iterdir()}
     assert "2 prompts" in capsys.readouterr().out
@@ -38,10 +53,8 @@ def test_every_block_runs(there, capsys):
 
 def test_every_block_of_the_designs_names_runs(there):
     page = PAGE.with_name("design_names.md")
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    names: dict[str, object] = {"__name__": "page"}
-    for block in blocks:
-        exec(compile(block, str(page), "exec"), names)
+    blocks = blocks_of(page)
+    run(blocks, page)
     assert len(blocks) == 6 and (there / "metrics.csv").read_text().startswith("step,")
     assert {path.name for path in (there / "runs").iterdir()} == {"one", "nodes"}
 
