@@ -18,6 +18,8 @@ from capibara.api.results import TrainingResult as TrainingResult
 from capibara.api.retrieval import index as index
 from capibara.api.retrieval import prepare_index as prepare_index
 from capibara.api.serving import serve as serve
+from capibara.api.sweeping import SweepResult as SweepResult
+from capibara.api.sweeping import sweep as sweep
 from capibara.api.training import read_run as read_run
 from capibara.api.training import train as train
 from capibara.api.verbs import convert as convert

@@ -51,7 +51,7 @@ RULES = {
     "api": _BASE
     | {"planner", "interop", "inference", "training", "loading", "strategies", "evaluation", "monitoring", "run"}
     | {"retrieval"}
-    | {"cli.composition"},
+    | {"jobs", "cli.composition", "cli.launching.trial_runs"},
     "jobs": _LOW | {"sharding", "planner", "builders.redaction"},
 }
 # Within a room: folders that a folder must not import.

@@ -14,6 +14,7 @@ import pytest
 
 from capibara.cli import launch
 from capibara.cli.launching import sweep as verb
+from capibara.cli.launching import trial_runs
 from capibara.jobs.managing.records import Records
 from capibara.jobs.sweeps.local import LocalLauncher
 from capibara.jobs.sweeps.study import Study
@@ -120,6 +121,7 @@ def wait_for(condition, most_s=300):
         ((*LOCAL, "--vary=LEARNING_RATE = log(0, 1)", "--trials=2"), "the low end of log is 0, must be above 0"),
         ((*LOCAL, "--vary=LEARNING_RATE = log(1, 0.1)", "--trials=2"), "must be below the high end"),
         ((*LOCAL, "--vary=LERNING_RATE = [1, 2]", "--search=grid"), "did you mean LEARNING_RATE?"),
+        ((*LOCAL, "--vary=a/Optimizer.b1 = [0.8, 0.9]", "--search=grid"), "a/Optimizer.b1 has no effect on the run"),
         ((*LOCAL, "--vary=Trainer.sead = [1, 2]", "--search=grid"), "did you mean seed?"),
         ((*LOCAL, "--vary=Moe.num_experts = [4, 8]", "--search=grid"), "Moe.num_experts is bound but nothing uses it"),
         ((*LOCAL, "--vary=BATCH_SIZE = [0, -4]", "--search=grid"), "Plan.batch_size is 0, must be at least 1"),
@@ -164,7 +166,7 @@ def test_a_value_that_no_run_can_have_is_no_mistake_of_the_others(stub):
 
 def test_the_metrics_that_evaluations_report():
     sums = types.SimpleNamespace(nll=1.0, correct=1.0, weight=1.0)
-    assert {*evaluation_metrics(sums, 1.0)} == {*verb._EVALUATED}
+    assert {*evaluation_metrics(sums, 1.0)} == {*trial_runs.EVALUATED}
 
 
 def test_trials_run_and_the_table_and_the_picture_are_there(stub, capsys, tmp_path):

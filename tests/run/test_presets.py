@@ -95,7 +95,7 @@ def parts(run: Run) -> list:
 def through_text(run: Run) -> Run:
     """What Python's door makes of a run."""
     config.parse((), written.text_of(*parts(run)).split("\n"))
-    return Run(**training_run._read(config.build(Trainer)))
+    return Run(**training_run.parts_of(config.build(Trainer)))
 
 
 def is_run(name: str) -> bool:
@@ -105,7 +105,7 @@ def is_run(name: str) -> bool:
 @pytest.mark.parametrize("name", filter(is_run, FILES))
 def test_a_run_is_what_its_text_describes(name):
     parse(files_of(name))
-    run = Run(**training_run._read(config.build(Trainer)))
+    run = Run(**training_run.parts_of(config.build(Trainer)))
     again = through_text(run)
     for part, other in zip(parts(run), parts(again), strict=True):
         written.check_same(other, part)
@@ -139,5 +139,5 @@ LOWERED = [name for name in FILES if is_run(name) and not name.startswith(("slic
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.heavy) for n in LOWERED])
 def test_both_doors_lower_one_program(name):
     parse(files_of(name))
-    run = Run(**training_run._read(config.build(Trainer)))
+    run = Run(**training_run.parts_of(config.build(Trainer)))
     assert program(run) == program(through_text(run))

@@ -46,7 +46,7 @@ OPEN = (["runs/pretrain.gin", "models/capibara_1b.gin", "tasks/stdlib.gin"], [*G
 
 def read(files, bindings) -> Run:
     config.parse(files, bindings)
-    return Run(**training_run._read(config.build(Trainer)))
+    return Run(**training_run.parts_of(config.build(Trainer)))
 
 
 def recorded(run: Run, changed: Run) -> tuple[str, Trainer]:

@@ -49,7 +49,7 @@ class TestBindings:
     def used(self):
         def build(*bindings, files=("quickstart.gin",)):
             config.parse(files, bindings)
-            training_run._read(config.build(Trainer))
+            training_run.parts_of(config.build(Trainer))
             return config.check_used()
 
         return build

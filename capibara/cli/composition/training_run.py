@@ -55,7 +55,7 @@ def train(
         trainer = settled()
         config.parse((), written.text_of(trainer, *others).split("\n"))
         built = config.build(Trainer)
-    read, given = _read(built), {type(part): part for part in (trainer, *others)}
+    read, given = parts_of(built), {type(part): part for part in (trainer, *others)}
     parts = {name: given.get(type(part), part) for name, part in read.items()}
     for name, part in parts.items():
         written.check_same(read[name], part)
@@ -95,10 +95,10 @@ def train_gin(
     _join(trainer, emulate, joined)
     if isinstance(config.macro(pretrained.MODEL), str):
         trainer = pretrained.built(gin_files, bindings, search_paths)
-    return _train(Run(**_read(trainer)), emulate, start_over=start_over and not check, check=check, explain=explain)
+    return _train(Run(**parts_of(trainer)), emulate, start_over=start_over and not check, check=check, explain=explain)
 
 
-def _read(trainer: Trainer) -> dict[str, Any]:
+def parts_of(trainer: Trainer) -> dict[str, Any]:
     """The parts of a run that the parsed configuration describes; what has no effect is not built, so that it is told."""
     from capibara import config
     from capibara.evaluation.seqio_tasks import SeqioEvaluation

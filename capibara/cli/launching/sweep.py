@@ -6,7 +6,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import math
 import os
 import pathlib
@@ -14,20 +13,18 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from capibara.cli.arguments import flags, jobs
-from capibara.cli.launching import watching
+from capibara.cli.launching import trial_runs, watching
 from capibara.cli.launching.job import facts, job_of
-from capibara.core import user_modules
-from capibara.core.fields import did_you_mean, nearest
+from capibara.core.fields import did_you_mean
 from capibara.core.types import TryAgain, UserError
 from capibara.jobs import backends, secrets, systems
 from capibara.jobs.backends.backend import Backend
 from capibara.jobs.managing.manager import Times
 from capibara.jobs.spec import JobSpec, near_name
-from capibara.jobs.sweeps import results, search
+from capibara.jobs.sweeps import results
 from capibara.jobs.sweeps.folder import Folder
 from capibara.jobs.sweeps.jobs import JobLauncher
 from capibara.jobs.sweeps.launcher import Launcher
@@ -38,9 +35,6 @@ from capibara.jobs.sweeps.trial import State, Trial
 from capibara.monitoring.status import StatusLine
 from capibara.multihost import exits
 from capibara.multihost.signals import Signals
-
-if TYPE_CHECKING:
-    from capibara.training.trainer import Trainer
 
 _DESCRIPTION = """usage: capibara launch sweep WHERE RUN.gin --vary='NAME = VALUES' ...
 
@@ -59,9 +53,6 @@ examples:
 exit codes: 0 a trial has ended well, 1 none has, 2 invalid input, or the first trials have all failed, 130 / 143 stopped by
 ctrl-C / SIGTERM"""
 
-_EVALUATED = ("loss", "perplexity", "token_accuracy", "bits_per_byte", "tokens")  # by training.metrics
-_TRAINED = ("loss", "token_accuracy", "grad_norm", "learning_rate", "tokens_per_s", "step_s", "mfu")  # some of them
-_CHECKED = 8  # trials whose configuration is built before anything starts
 _LONGEST_NAME = 40  # of a job
 _POLL_S = 2.0  # for trials of this machine
 
@@ -145,14 +136,14 @@ def _local(args: argparse.Namespace) -> int:
     arguments += [f"--gin_bindings={binding}" for binding in args.gin_bindings]
     if args.emulate is not None:
         arguments.append(f"--emulate={args.emulate}")
-    with _cpu():
+    with trial_runs.without_accelerator():
         sweep = _sweep(args)
         folder = Folder(args.sweep_dir or f"sweeps/{args.name or near_name(pathlib.Path(args.run[0]).stem)}")
-        paths = _check_runs(Study(folder, sweep), args)
-        sweep = dataclasses.replace(sweep, run=("local", *arguments), files=_digest(paths))
+        paths = _checked(Study(folder, sweep), args)
+        sweep = dataclasses.replace(sweep, run=("local", *arguments), files=trial_runs.digest(paths))
 
     def check() -> None:
-        if _digest(paths) != sweep.files:
+        if trial_runs.digest(paths) != sweep.files:
             raise TryAgain("its Gin files or modules have changed since the sweep began: restore them")
 
     options = [f"--restarts={args.restarts}", f"--processes={args.processes}"]
@@ -184,13 +175,13 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
         )
     folder = Folder(place if "://" in place else os.path.abspath(os.path.expanduser(place)))
     first = Study(folder, sweep).first_trials(1)[0]
-    _check_runs(Study(folder, sweep), args)
+    _checked(Study(folder, sweep), args)
     # The statements of a trial are part of it, since what is varied may have no other value.
     whole = argparse.Namespace(**{**vars(args), "gin_bindings": [*args.gin_bindings, *first.statements]})
     backend, spec, sources = job_of(whole, kind)
     common = {f"--gin_bindings={statement}" for statement in first.statements}
     spec = dataclasses.replace(spec, arguments=tuple(argument for argument in spec.arguments if argument not in common))
-    digest = _digest(path for name, path in sources.paths.items() if not name.endswith(".whl"))
+    digest = trial_runs.digest(path for name, path in sources.paths.items() if not name.endswith(".whl"))
     sweep = dataclasses.replace(sweep, run=(kind.name, spec.slice_.name, *spec.arguments), files=digest)
     if not args.dry_run:
         systems.connect(backend).close()  # no credentials: found before anything is written
@@ -248,82 +239,9 @@ def _name(args: argparse.Namespace, sweep: Sweep) -> str:
     return str(args.name)
 
 
-def _check_runs(study: Study, args: argparse.Namespace) -> list[pathlib.Path]:
-    """Builds the configuration of the first trials; returns the user's files that it consists of.
-
-    A combination of values may be one that no run can have. So it is an error if all of them are.
-
-    Raises:
-      UserError: the Gin files and the first trials configure no run, or one that does not report the metric.
-    """
-    from capibara import config
-
-    search.stopper_of(study.sweep, [])  # what it needs may not be installed
-    mistakes: list[UserError] = []
-    trials = study.first_trials(_CHECKED)
-    shipped = config.search_folders()[-1].resolve()
-    paths: list[pathlib.Path] = []
-    for trial in trials:
-        try:
-            bindings = [*args.gin_bindings, *trial.statements]
-            read = config.parse([*args.run, *args.gin_file], bindings, args.gin_search_paths)
-            local_files = [path for path in read if not path.resolve().is_relative_to(shipped)]
-            paths = [*local_files, *map(pathlib.Path, user_modules.files_of(config.imported_modules()))]
-            trainer = _trainer()
-        except UserError as error:
-            mistakes.append(error)
-            continue
-        _check_metric(study.sweep.metric, trainer)
-    if len(mistakes) == len(trials):
-        raise mistakes[0]
-    return paths
-
-
-def _trainer() -> Trainer:
-    """The run that is configured; raises UserError if a flag has no effect on it."""
-    from capibara import config
-    from capibara.evaluation.seqio_tasks import SeqioEvaluation
-    from capibara.inference.engine.engine import EngineConfig
-    from capibara.inference.sample import SampleText
-    from capibara.monitoring.defaults import Monitoring
-    from capibara.monitoring.system.sampler import SystemMetrics
-    from capibara.monitoring.trackers.tracking import Tracking
-    from capibara.training.trainer import Trainer
-
-    trainer = config.build(Trainer)
-    classes = [SampleText, Monitoring, SystemMetrics, Tracking]
-    parts = [*classes, *((SeqioEvaluation, EngineConfig) if trainer.evaluation.task_metrics else ())]
-    for part in parts:
-        config.build(part)
-    config.check_used(trainer.later)
-    return trainer
-
-
-def _check_metric(text: str, trainer: Trainer) -> None:
-    """Raises UserError for a metric that the run will not report, as far as that is known before it runs."""
-    kind, _, name = text.partition("/")
-    if kind == "eval" and trainer.evaluation.every == 0:
-        raise UserError(
-            f"--metric={text} needs evaluations, and Evaluation.every is 0: add --gin.Evaluation.every=STEPS, or name a metric "
-            "of training, such as train/loss"
-        )
-    if trainer.loss is not None or "/" in name:
-        return
-    known = [*_EVALUATED, *(["unigram_bits_per_byte"] if trainer.evaluation.unigram_batches else [])]
-    if kind == "eval" and name not in known:
-        raise UserError(
-            f"--metric={text} is not reported{did_you_mean(text, [f'eval/{item}' for item in known], 'metrics')}"
-        )
-    if kind == "train" and name not in _TRAINED and nearest(name, _TRAINED):
-        raise UserError(
-            f"--metric={text} is not reported{did_you_mean(text, [f'train/{item}' for item in _TRAINED], 'metrics')}"
-        )
-
-
-def _digest(paths: Iterable[pathlib.Path]) -> str:
-    """The hash of files, whatever their names."""
-    result = (hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in paths)
-    return hashlib.sha256(" ".join(result).encode()).hexdigest()[:16]
+def _checked(study: Study, args: argparse.Namespace) -> list[pathlib.Path]:
+    """Checks the first trials; returns the user's files that they consist of."""
+    return trial_runs.check_trials(study, [*args.run, *args.gin_file], args.gin_bindings, args.gin_search_paths)
 
 
 def _show(study: Study) -> None:
@@ -387,15 +305,3 @@ def _say(text: str) -> None:
     """Prints a line with the time, over the line of the progress."""
     print(f"{chr(13)}\x1b[K" if sys.stderr.isatty() else "", end="", file=sys.stderr)
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _cpu() -> Iterator[None]:
-    """Within it JAX is imported for this process, which needs no accelerator; its children may."""
-    before = os.environ.get("JAX_PLATFORMS")
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["JAX_PLATFORMS"]
