@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
@@ -112,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (folder / "stored").exists():
         loss = cb.Distillation(teacher=taught_by, beta=0.0, top_k=TOP_K)
         asked = run_of(folder, "asked", "mixed", small, args.steps, loss=loss)
-        load = lambda path, model: training_run.loader(path, asked, model)  # noqa: E731
+        load = functools.partial(training_run.loader, dataset=asked.dataset)
         storing.store(asked, loss, taught_by, str(folder / "stored"), load, lambda *_: None)
     results["stored"] = further("of_stored", cb.Distillation(stored=str(folder / "stored"), beta=0.0))
     drawn = cb.Distillation(

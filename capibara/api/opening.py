@@ -15,7 +15,6 @@ from capibara.core.types import PyTree, UserError
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
     from capibara.inference.engine.placement.serving_mesh import ServingMesh
-    from capibara.interop.open_model import LoadedModel
     from capibara.models.api import Model, TransformerConfig
     from capibara.sharding import Plan
     from capibara.training.trainer import Trainer
@@ -56,14 +55,11 @@ def load(
     path = path_of(path)
     if weights not in (None, "ema", "raw"):
         raise UserError(f"weights is {weights!r}, must be 'ema' or 'raw', or None for the averages if there are any")
-    adapter = path if peft_runs.is_adapter(path) else None
-    if adapter is None and base is not None:
-        raise UserError(f"base ({base!r}) is for adapters, and {path} is none: leave it out")
-    source = path if adapter is None else peft_runs.base_of(path, None if base is None else path_of(base, "base"))
     with models.PARSING:  # what is parsed is the process's, not the thread's
         trainer, loaded = models.load_with_run(
-            source,
+            path,
             (gin_files, bindings, search_paths),
+            base=None if base is None else path_of(base, "base"),
             step=step,
             weights=weights,
             placed=_placed(mesh),
@@ -71,11 +67,9 @@ def load(
             change=_in_dtype(dtype),
         )
         template, batching = models.chatting(trainer.dataset)
-    if adapter is not None:
-        loaded, trainer = _with_adapter(adapter, loaded, trainer)
     given = {"step": step, "weights": weights, "gin_files": gin_files or None, "bindings": bindings or None}
     changes = tuple(f"{name}={short(value)}" for name, value in given.items() if value is not None)
-    base = None if adapter is None else source
+    base = peft_runs.base_of(path, base) if peft_runs.is_adapter(path) else None
     return LanguageModel(loaded, trainer, template=template, batching=batching, base=base, changes=changes)
 
 
@@ -111,12 +105,3 @@ def _in_dtype(dtype: str | None) -> Callable[[Trainer], Trainer]:
         return lambda trainer: trainer
     given: dict[str, Any] = {"dtype": dtype}  # which the configuration checks
     return lambda trainer: dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, **given))
-
-
-def _with_adapter(path: str, loaded: LoadedModel, trainer: Trainer) -> tuple[LoadedModel, Trainer]:
-    """A base with the adapters of a PEFT folder merged into it."""
-    from capibara.interop import peft_runs
-
-    model, params = peft_runs.merged(path, loaded.model, loaded.params, loaded.like)
-    merged = dataclasses.replace(loaded, model=model, params=params, path=path, step=None, weights="stored")
-    return merged, dataclasses.replace(trainer, model=model.config)

@@ -30,19 +30,26 @@ def is_adapter(path: str) -> bool:
 
 
 def base_of(folder: str, base: str | None) -> str:
-    """Path of an adapter's base model.
+    """Path of an adapter's base model, of one that is named as on the Hub that of its copy.
 
     Args:
       folder: the adapter's.
       base: the user's path, which overrides the adapter's.
 
     Raises:
-      UserError: it does not exist here.
+      UserError: it is neither here nor on the Hub.
     """
-    named = hub.local_path(base) if base else fields.read(folder).get("base_model_name_or_path")
-    if not named or not os.path.exists(named):
-        raise UserError(f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH")
-    return named
+    named = base or fields.read(folder).get("base_model_name_or_path")
+    try:
+        path = hub.local_path(named) if isinstance(named, str) else ""
+    except UserError as error:
+        raise UserError(f"{folder} is an adapter of another model: {error}") from None
+    if not path or not os.path.exists(path):
+        raise UserError(
+            f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH of convert, or as "
+            f"base_model_name_or_path in {peft.CONFIG}"
+        )
+    return path
 
 
 def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any]) -> tuple[api.Model, Params]:

@@ -1,4 +1,4 @@
-"""Loads models for inference, conversion and evaluation: run folders, Hugging Face folders, .gguf files."""
+"""Loads models for inference, conversion and evaluation: run folders, Hugging Face folders, .gguf files, adapters of PEFT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from capibara.core.fields import in_home
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files, model_rows
 from capibara.data.tokenizers.files import MODEL_FILE, TOKENIZER_FILE
-from capibara.interop import gin_of, open_model
+from capibara.interop import gin_of, open_model, peft_runs
 from capibara.interop.hf import config as hf_config
 from capibara.interop.open_model import ForeignModel, LoadedModel, Training
 from capibara.models import api
@@ -37,14 +37,16 @@ class Opened:
     """A model whose own configuration is known, and whose parameters are not read yet.
 
     Attributes:
-      path: as the user wrote it.
+      path: as the user wrote it; of an adapter its base's.
       record: the model's own configuration; Gin files and flags come after it.
       foreign: the model, if it is not of a run folder.
+      adapter: a folder of PEFT whose adapters are merged into the model; None: there are none.
     """
 
     path: str
     record: config.Recorded
     foreign: ForeignModel | None = None
+    adapter: str | None = None
 
     def load(
         self,
@@ -67,33 +69,59 @@ class Opened:
         if self.foreign is None:
             average = None if weights is None else weights == "ema"
             run = run_folder.load(self.path, trainer, step=step, average=average, placed=placed)
-            return of_run(run, self.path)
-        return dataclasses.replace(_foreign(self.foreign, self.record.where, trainer, placed), path=self.path)
+            loaded = of_run(run, self.path)
+        else:
+            self._check_vocabulary(trainer, trainer.model)
+            loaded = dataclasses.replace(_foreign(self.foreign, self.record.where, trainer, placed), path=self.path)
+        if self.adapter is not None:
+            model, params = peft_runs.merged(self.adapter, loaded.model, loaded.params, loaded.like)
+            loaded = dataclasses.replace(
+                loaded, model=model, params=params, path=self.adapter, step=None, weights="stored"
+            )
+            self._check_vocabulary(trainer, model.config)
+        return loaded
+
+    def _check_vocabulary(self, trainer: Trainer, model: api.TransformerConfig) -> None:
+        """Raises UserError unless a model has rows for all tokens; an adapter may add rows to its base."""
+        if self.foreign is not None and self.foreign.tokenizer and (self.adapter is None or model is not trainer.model):
+            model_rows.check_vocabulary(trainer.dataset.get_vocabulary(), model.vocab_size, self.record.where)
 
 
 def open_path(
-    path: str, *, step: int | None = None, weights: str | None = None, trust: bool = False, dtype: str | None = None
+    path: str,
+    *,
+    base: str | None = None,
+    step: int | None = None,
+    weights: str | None = None,
+    trust: bool = False,
+    dtype: str | None = None,
 ) -> Opened:
-    """Opens a run folder or a foreign model.
+    """Opens a run folder, a foreign model, or an adapter of PEFT with its base and, as far as it has one, its own tokenizer.
 
     A foreign model's configuration is similar to that of `convert --format=capibara`, with the standard library as data;
     its parameters and computations are in bfloat16, on CPUs in float32.
 
     Args:
       path: path of the model.
+      base: path of an adapter's base; None: the one that it names.
       step: a checkpoint step of a run; None: the newest.
       weights: weights of a run, "ema" or "raw"; None: the averages if there are any.
       trust: whether to import the modules that a run's configuration names.
       dtype: in which a foreign model computes; None: that of this machine's devices, which starts JAX.
 
     Raises:
-      UserError: it is not a model, has no tokenizer, or is no run and has no steps and weights to choose from.
+      UserError: it is not a model, has no tokenizer, or is no run and has no steps and weights to choose from; the base of
+        an adapter is not here.
     """
     path = in_home(path)
+    local = path if is_run(path) else open_model.local_model(path)
+    if peft_runs.is_adapter(local):
+        under = peft_runs.base_of(local, base)
+        return _with_adapter(local, open_path(under, step=step, weights=weights, trust=trust, dtype=dtype), dtype)
+    if base is not None:
+        raise UserError(f"base ({base!r}) is for adapters, and {path} is none: leave it out")
     if is_run(path):
         return Opened(path, run_folder.recorded(path, trust=trust))
-    local = open_model.local_model(path)
-    known = ("config.json", "adapter_config.json")  # the error of open_model explains how to merge an adapter
     if os.path.exists(os.path.join(local, run_folder.CONFIG)) and not os.path.exists(
         os.path.join(local, "config.json")
     ):
@@ -101,13 +129,23 @@ def open_path(
             f"{local} holds no checkpoint yet: train it first; where its {run_folder.CONFIG} is T5X's, capibara convert "
             "takes it in"
         )
-    if os.path.isdir(local) and not any(os.path.exists(os.path.join(local, name)) for name in known):
+    if os.path.isdir(local) and not os.path.exists(os.path.join(local, MODEL_FILE)):
         raise UserError(f"{local} is neither a run folder (config.gin) nor a Hugging Face folder (config.json)")
     for flag, value in (("--step", step), ("--weights", weights)):
         if value is not None:
             raise UserError(f"{flag}={value} is only for run folders, and {local} is none: leave it out")
     foreign = open_model.open_model(local)
-    return Opened(path, _record(foreign, local, dtype or dtype_of_devices()), foreign)
+    return Opened(path, _record(foreign, local, dtype or dtype_of_devices(), foreign.tokenizer), foreign)
+
+
+def _with_adapter(folder: str, base: Opened, dtype: str | None) -> Opened:
+    """An adapter's base with the adapter and with its tokenizer, as far as its folder has one."""
+    if (foreign := base.foreign) is None:
+        return dataclasses.replace(base, adapter=folder)
+    tokenizer = files.over(foreign.tokenizer, folder)
+    where = base.record.where if tokenizer == foreign.tokenizer else folder
+    record = _record(foreign, where, dtype or dtype_of_devices(), tokenizer)
+    return dataclasses.replace(base, record=record, adapter=folder)
 
 
 def is_run(path: str) -> bool:
@@ -138,22 +176,22 @@ def dtype_of_devices() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"  # bfloat16 is slow on CPUs
 
 
-def _record(foreign: ForeignModel, path: str, dtype: str) -> config.Recorded:
-    """The configuration of a foreign model: a run that would train it."""
+def _record(foreign: ForeignModel, path: str, dtype: str, tokenizer: Mapping[str, bytes]) -> config.Recorded:
+    """The configuration of a foreign model: a run that would train it, with the files of a tokenizer."""
     model = hf_config.from_hf(foreign.config, dtype=dtype)
     longest = hf_config.longest(foreign.config)
     if isinstance(model, api.DecoderConfig) and model.max_length is None:
         model = dataclasses.replace(model, max_length=longest)
-    if not foreign.tokenizer and model.vocab_size > _LARGEST_OF_BYTES:
+    if not tokenizer and model.vocab_size > _LARGEST_OF_BYTES:
         raise UserError(f"{path} has no tokenizer ({TOKENIZER_FILE}, tokenizer.model): put the model's own beside it")
-    if not foreign.tokenizer:
+    if not tokenizer:
         logging.getLogger(__name__).warning(
             "%s has no tokenizer: texts are read as UTF-8 bytes (@ByteVocabulary())", path
         )
-    folder = path if os.path.isdir(path) else _written(foreign.tokenizer)
+    folder = path if os.path.isdir(path) and tokenizer == foreign.tokenizer else _written(tokenizer)
     length = min(model.max_length or _LENGTH, _LENGTHS.get(type(model), _LENGTH))
     _tell_unread_generation(folder, path)
-    return config.Recorded(gin_of.run(model, folder, foreign.tokenizer, length), path)
+    return config.Recorded(gin_of.run(model, folder, tokenizer, length), path)
 
 
 def _tell_unread_generation(folder: str, path: str) -> None:
@@ -174,8 +212,6 @@ def _foreign(foreign: ForeignModel, path: str, trainer: Trainer, placed: Placed)
             f"StreamingHeads.heads is None, and {path} has no gates: set heads, or DecoderConfig.streaming = @read_streaming_heads()"
         )
     shardings = placed(trainer.plan, model)
-    if foreign.tokenizer:
-        model_rows.check_vocabulary(trainer.dataset.get_vocabulary(), model.config.vocab_size, path)
     params = open_model.load_params(foreign, model, shardings, dtype=jax.numpy.dtype(model.config.dtype))
     return LoadedModel(model, params, trainer.dataset, path, None, "stored", like=foreign.config)
 

@@ -39,8 +39,8 @@ class HasOptimizer(Protocol):
 
 # (jax.ShapeDtypeStructs with shardings, of the model without adapters) -> its parameters with these shardings.
 Read = Callable[[Params], Params]
-# (path, model) -> the reader of the foreign model there, which is checked to be this one
-Load = Callable[[str, Model], Read]
+# (path, model, whether its adapters are merged) -> the reader of the foreign model there, which is checked to be this one
+Load = Callable[[str, Model, bool], Read]
 
 
 @runtime_checkable
@@ -77,7 +77,7 @@ def reader_again(trainer: Trainer, model: Model, load: Load | None) -> Read | No
     if load is None or trainer.init_from is None or step_folders.folder_of(trainer.init_from).exists():
         return None
     with _named("Trainer.init_from"):
-        read = load(trainer.init_from, model)
+        read = load(trainer.init_from, model, trainer.init_with is InitWith.MERGED)
     if trainer.init_with is InitWith.ADAPTERS and not isinstance(read, Adapted):
         raise _no_adapters(trainer)
     return read

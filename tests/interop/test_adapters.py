@@ -189,9 +189,7 @@ def begun(folder, lora, begins="adapter", how="weights"):
     model = api.build(dataclasses.replace(LLAMA, lora=lora))
     trainer = dataclasses.replace(trainer, init_from=f"{folder}/{begins}", model=model.config, init_with=how)
     mesh = sharding.make_mesh(trainer.plan, jax.devices()[:1])
-    read = initialization.reader_again(
-        trainer, model, lambda path, model: adapters.loader(path, model, merge=how == "merged")
-    )
+    read = initialization.reader_again(trainer, model, adapters.loader)
     loaded = initialization.load_params(trainer, model, mesh, read)
     tx = trainer.optimizer.build(10, model.trained(model.axes))
     return model, states.init_state(model, tx, jax.random.key(0), ema=False, pretrained=loaded).params

@@ -214,7 +214,7 @@ def steps_of(trainer, params, devices, monkeypatch, others=()):
 
     monkeypatch.setattr(loop, "set_up", watched)
 
-    def load(path, model):
+    def load(path, model, merge):
         values = dict(others).get(path, params)
         return lambda target: jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), values, target)
 

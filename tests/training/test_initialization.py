@@ -14,7 +14,7 @@ def trainer_of(init_from, own):
 
 
 def test_run_folders_are_read_by_ourselves_and_other_models_by_what_is_given(tmp_path):
-    def load(path, model):
+    def load(path, model, merge):
         assert path == str(tmp_path / "model.gguf")
         return "a reader"
 
@@ -41,7 +41,7 @@ def test_a_reference_is_read_as_the_run_was_begun(tmp_path, monkeypatch):
             trainer,
             None,
             None,
-            lambda path, model: "a reader",
+            lambda path, model, merge: "a reader",
             lambda key, pretrained: types.SimpleNamespace(params=pretrained),
         )
     assert seen == [None, "a reader"]

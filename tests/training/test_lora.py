@@ -223,7 +223,7 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
     class Load:
         origin = {"config.json": b"{}", "LICENSE": b"of others"}
 
-        def __init__(self, path, model):
+        def __init__(self, path, model, merge):
             told.append(path)
 
         def __call__(self, target):
@@ -243,7 +243,7 @@ def test_full_fine_tuning_begins_from_what_a_function_reads(make_trainer):
 def test_a_foreign_model_is_looked_at_before_the_step_is_compiled(make_trainer):
     asked = []
 
-    def load(path, model):
+    def load(path, model, merge):
         asked.append(f"looked at {path}")
         raise UserError("another model")
 

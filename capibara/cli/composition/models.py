@@ -67,6 +67,7 @@ def load_with_run(
     path: str,
     gin: Gin,
     *,
+    base: str | None = None,
     step: int | None = None,
     weights: str | None = None,
     placed: Placed = run_folder.on_one_device,
@@ -75,17 +76,18 @@ def load_with_run(
 ) -> tuple[Trainer, LoadedModel]:
     """Like `load`, and also returns the run, which evaluation needs; for a foreign model, a run that would train it.
 
-    `change`: changes the run before its model is made.
+    `base`: the path of an adapter's base; None: the one that it names. `change`: changes the run before its model is made.
     """
     gin_files, _, search_paths = gin
     config.load_modules(gin_files, search_paths)
-    opened = opening.open_path(path, step=step, weights=weights, trust=trust)
+    opened = opening.open_path(path, base=base, step=step, weights=weights, trust=trust)
     config.parse(*gin, opened.record)
     trainer = config.build(Trainer)
     if opened.foreign is None:
         trainer = own_tokenizer.of_run(trainer, opened.path)
     trainer = change(trainer)
-    return trainer, opened.load(trainer, step=step, weights=weights, placed=placed)
+    loaded = opened.load(trainer, step=step, weights=weights, placed=placed)
+    return (trainer if opened.adapter is None else dataclasses.replace(trainer, model=loaded.model.config)), loaded
 
 
 def recorded_run(folder: str, gin: Gin = ((), (), ()), *, trust: bool = False) -> Trainer:

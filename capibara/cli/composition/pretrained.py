@@ -30,12 +30,14 @@ class Pretrained:
       path: where it lies on this machine.
       model: its configuration, without adapters.
       vocabulary: its tokenizer.
+      is_adapter: whether the path is a folder of PEFT, whose adapters are merged into their base.
       length: tokens of a row that it reads at most; None: any number.
     """
 
     path: str
     model: TransformerConfig
     vocabulary: Vocabulary
+    is_adapter: bool = False
 
     @property
     def length(self) -> int | None:
@@ -51,7 +53,8 @@ def read(path: str, dtype: str | None = None) -> Pretrained:
     """Reads the configuration and tokenizer of a model, and none of its weights; clears all bindings.
 
     Args:
-      path: a run folder, a Hugging Face folder, a .gguf file, or the name of a model on the Hugging Face Hub.
+      path: a run folder, a Hugging Face folder, a .gguf file, a folder of PEFT that names its base, or the name of one of these
+        on the Hugging Face Hub.
       dtype: as for `opening.open_path`; with one JAX is not started.
 
     Raises:
@@ -67,7 +70,8 @@ def read(path: str, dtype: str | None = None) -> Pretrained:
     trainer = config.build(Trainer)
     if opened.foreign is None:
         trainer = own_tokenizer.of_run(trainer, opened.path)
-    return Pretrained(path, dataclasses.replace(trainer.model, lora=None), trainer.dataset.get_vocabulary())
+    model = dataclasses.replace(trainer.model, lora=None)
+    return Pretrained(path, model, trainer.dataset.get_vocabulary(), opened.adapter is not None)
 
 
 def parse(
@@ -129,6 +133,7 @@ def _text(pretrained: Pretrained) -> str:
     from capibara.config import written
 
     lines = [*written.bindings(pretrained.model), f"Trainer.model = @{type(pretrained.model).__name__}()"]
+    lines += ["Trainer.init_with = 'merged'"] if pretrained.is_adapter else []
     return "\n".join([*lines, *written.bindings(pretrained.vocabulary)]) + "\n"
 
 

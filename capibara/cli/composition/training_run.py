@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,7 @@ def _train(
     )
     check_teacher(trainer)
     trainer = retrieving.with_open_index(trainer)
-    load = lambda path, model: loader(path, trainer, model)  # noqa: E731
+    load = functools.partial(loader, dataset=trainer.dataset)
     if check:
         _print([f"checked {line}" for line in setup.check(trainer, load)])
         return loop.Outcome(0, "checked")
@@ -241,12 +242,17 @@ def _beginning(dataset: Dataset) -> list[str]:
     return []
 
 
-def loader(path: str, trainer: Trainer, model: Model) -> open_model.Loader | runs.Loader:
-    """The reader of a foreign model of initial weights; prints a note if it comes with another tokenizer."""
+def loader(path: str, model: Model, merge: bool, *, dataset: Dataset) -> open_model.Loader | runs.Loader:
+    """The reader of a foreign model of initial weights; prints a note if its tokenizer is not that of the data.
+
+    Args:
+      path, model, merge: as in peft_runs.loader.
+      dataset: of the run.
+    """
     from capibara.interop import peft_runs as runs
 
-    read = runs.loader(path, model, merge=trainer.init_with == "merged")
-    _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, trainer.dataset))
+    read = runs.loader(path, model, merge)
+    _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, dataset))
     return read
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError("the run has no teacher: add --gin_file=runs/distill.gin and --gin.TEACHER=runs/large")
     training_run.check_teacher(trainer)
     with StatusLine() as line:
-        load = lambda path, model: training_run.loader(path, trainer, model)  # noqa: E731
+        load = functools.partial(training_run.loader, dataset=trainer.dataset)
         stored = storing.store(trainer, loss, loss.teacher, args.output, load, line.show)
     print(
         f"{stored.documents} documents, {stored.positions} positions of {stored.top_k} tokens in {args.output}: train with "

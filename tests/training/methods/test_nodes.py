@@ -87,10 +87,13 @@ def test_a_run_that_resumes_does_not_ask_for_the_models_of_its_nodes(make_traine
     strategy = ConsensusConfig(every=2, init_from=("elsewhere",))
     trainer = make_trainer(plan=NODES, strategy=strategy, init_from=base, steps=2)
     asked = []
-    (load,) = initialization.starts(trainer, None, None, lambda path, model: asked.append(path))
+    (load,) = initialization.starts(trainer, None, None, lambda path, model, merge: asked.append(path))
     assert asked == ["elsewhere"] and callable(load)
     shutil.copytree(base, trainer.model_dir)
-    assert initialization.starts(trainer, None, None, lambda path, model: asked.append(path)) == () and len(asked) == 1
+    assert (
+        initialization.starts(trainer, None, None, lambda path, model, merge: asked.append(path)) == ()
+        and len(asked) == 1
+    )
 
 
 def _distance(a, b):
