@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.data.text import json_lines
 from capibara.storage import outputs
 
 Data = Any  # paths, dicts, texts, or a table: see `write_data`
@@ -38,7 +37,7 @@ def write_data(records: Data, folder: str, name: str = "data") -> tuple[str, ...
         raise UserError("the data is empty: give at least one record")
     if isinstance(first, os.PathLike) or isinstance(first, str) and _is_path(first):
         return tuple(os.path.expanduser(str(item)) for item in (first, *rows))
-    text = "".join(_line(number, row) for number, row in enumerate(_chained(first, rows)))
+    text = "".join(json_lines.line(number, row) for number, row in enumerate(_chained(first, rows)))
     try:
         content = text.encode()
     except UnicodeEncodeError as error:
@@ -77,25 +76,3 @@ def _rows(records: Data) -> Iterator[object]:
             f"the data is a {kind}, must be a path or records: give a list of dicts, or a file of JSON lines"
         )
     return iter(records)
-
-
-def _line(number: int, row: object) -> str:
-    if isinstance(row, str):
-        row = {"text": row}
-    if not isinstance(row, Mapping):
-        raise UserError(f"record {number} of the data is {limits.shortened(row)}, must be a dict or a text")
-    # Arrow fills the keys that a row lacks with null.
-    retained = {key: value for key, value in row.items() if value is not None}
-    try:
-        return json.dumps(retained, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
-    except (TypeError, ValueError) as error:
-        raise UserError(f"record {number} of the data cannot be written as JSON ({limits.cause(error)})") from None
-
-
-def _plain(value: object) -> object:
-    """A number of NumPy, or a time, as JSON has it."""
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is no value of JSON")

@@ -126,7 +126,8 @@ class FineTuning:
 
     Attributes:
       model: the model that it begins from, as for `pretrained.read`.
-      files: JSON lines with the data; a folder stands for the files in it.
+      files: JSON lines with the data; a folder stands for the files in it. Parquet and CSV files, and data sets of the Hugging
+        Face Hub (OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT), are written as such into the run folder.
       out: the run folder.
       method: what is trained, and how.
       teacher: of method "distill", as for `pretrained.read`; None: a binding of Distillation.stored takes its place.
@@ -226,6 +227,7 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
     from capibara.models.api import DecoderConfig
 
     check_out(asked.out, asked.model)
+    asked = _with_tables(asked, show)
     model = pretrained.read(asked.model, pretrained.UNKNOWN_DTYPE)
     if not isinstance(model.model, DecoderConfig):
         raise UserError(
@@ -261,6 +263,15 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
         (_TASKS[kind], *_runs(asked.method), *asked.gin_files), (*lines, *asked.bindings), asked.search_paths
     )
     return _with_steps(asked, chosen, show)
+
+
+def _with_tables(asked: FineTuning, show: Callable[[str, str], None]) -> FineTuning:
+    """With data sets of the Hub and other tables as files in the run folder."""
+    from capibara.data.shards import tables
+
+    folder = os.path.join(asked.out, "data")
+    files, validation = (tables.with_tables(each, folder, show) for each in (asked.files, asked.validation_files))
+    return dataclasses.replace(asked, files=files, validation_files=validation)
 
 
 def check_out(out: str, model: str) -> None:

@@ -62,6 +62,13 @@ class ParquetRows(ShardFormat):
         return list(enumerate(result, start))
 
 
+def columns(shard: Entry) -> tuple[str, ...]:
+    """The names of a file's columns; raises UserError for what is no Parquet file."""
+    _metadata(shard)
+    with _opened(shard) as file:
+        return tuple(field.name for field in file.schema_arrow)
+
+
 def _unpacked_bytes(group: Any, columns: tuple[str, ...]) -> int:
     """The unpacked size of columns of a row group, as it says itself, or a larger one."""
     # pyarrow 26 aborts the process where the footer of a column is corrupted: its columns are looked at where they must be.

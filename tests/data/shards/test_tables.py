@@ -1,0 +1,180 @@
+"""Tables as JSON lines: Parquet and CSV files, and data sets of a Hub on this machine."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import hashlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.shards import tables
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+CARD = """---
+configs:
+- config_name: main
+  data_files: [{split: train, path: train.jsonl}, {split: test, path: test.jsonl}]
+- config_name: odd
+  data_files: [{split: a, path: train.jsonl}, {split: b, path: test.jsonl}]
+---
+"""
+FILES = {
+    "README.md": CARD.encode(),
+    "train.jsonl": b"".join(b'{"prompt": "q%d?", "completion": "a"}\n' % i for i in range(3)),
+    "test.jsonl": b'{"prompt": "t?", "completion": "u"}\n',
+}
+
+
+def rows(name, folder):
+    (path,) = tables.with_tables([str(name)], str(folder))
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def test_rows_of_parquet_are_lines(tmp_path):
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "ü"}]
+    columns = {"messages": [turns, turns], "n": [1, None], "day": [datetime.date(2026, 1, 2)] * 2, "x": [0.5, 1.0]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet", row_group_size=1)
+    both = {"messages": turns, "day": "2026-01-02"}
+    assert rows(tmp_path / "a.parquet", tmp_path / "out") == [both | {"n": 1, "x": 0.5}, both | {"x": 1.0}]
+    pyarrow.parquet.write_table(pyarrow.table({"n": [7]}), tmp_path / "b.parquet")
+    assert rows(tmp_path / "*.parquet", tmp_path / "out")[-1] == {"n": 7}
+
+
+def test_values_of_csv_stay_texts(tmp_path):
+    text = '\ufeffprompt,completion\r\n007,NA\r\nnull,"1,0\r\nnew line"\r\n'
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
+    want = [{"prompt": "007", "completion": "NA"}, {"prompt": "null", "completion": "1,0\r\nnew line"}]
+    assert rows(tmp_path / "a.csv", tmp_path / "out") == want
+
+
+def test_a_table_is_written_once_and_again_where_it_has_changed(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt\na\n")
+    (first,) = tables.with_tables([str(path)], str(tmp_path / "out"))
+    before = os.stat(first).st_mtime_ns
+    assert tables.with_tables([str(path)], str(tmp_path / "out")) == (first,) and os.stat(first).st_mtime_ns == before
+    path.write_text("prompt\nab\n")
+    (second,) = tables.with_tables([str(path)], str(tmp_path / "out"))
+    assert second != first and json.loads(open(second).read()) == {"prompt": "ab"}
+
+
+def test_what_is_no_table_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats").mkdir()
+    names = ("chats/a", "a/b.jsonl", "a/b.jsonl.gz", "chats.jsonl", "/a/b", "gs://bucket/a", "data/*.jsonl", "chats/")
+    assert tables.with_tables(names, str(tmp_path / "out")) == names and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.parquet", None, "a.parquet does not exist"),
+        ("a.parquet", b"PAR1 no table", "is no Parquet file, or cut short"),
+        ("a.csv", b"", "has no rows"),
+        ("a.csv", b"prompt\n", "has no rows"),
+        ("a.csv", b"a,a\n1,2\n", "must begin with a name for each column"),
+        ("a.csv", b"a,\n1,2\n", "must begin with a name for each column"),
+        ("a.csv", b"a,b\n1\n", "a.csv:2 has 1 values, must have 2"),
+        ("a.csv", b'a,b\n"1,2\n', "is no CSV file in UTF-8"),
+        ("a.csv", b"a,b\n\xff,2\n", "is no CSV file in UTF-8"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_one_line(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as raised:
+        tables.with_tables([str(tmp_path / name)], str(tmp_path / "out"))
+    assert "\n" not in str(raised.value)
+    assert not list((tmp_path / "out").glob("*.jsonl"))
+
+
+def test_a_value_that_json_cannot_hold_is_named(tmp_path):
+    table = pyarrow.table({"x": [decimal.Decimal("0.5")]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: record 1 of the data cannot be written as JSON \(a Decimal"):
+        rows(tmp_path / "a.parquet", tmp_path / "out")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What `datasets` asks of a data set: its card, its files, and each of them."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self):
+        self._answer(with_body=False)
+
+    def do_GET(self):
+        self._answer(with_body=True)
+
+    def _answer(self, with_body: bool) -> None:
+        path = self.path.partition("?")[0]
+        name = path.rpartition("/")[2]
+        if path.startswith("/api/datasets/me/small/tree/"):
+            listed = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in FILES.items()
+            ]
+            self._send(json.dumps(listed).encode(), with_body)
+        elif path.startswith("/api/datasets/me/small"):
+            siblings = [{"rfilename": name} for name in FILES]
+            self._send(json.dumps({"id": "me/small", "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+        elif path.startswith("/datasets/me/small/resolve/") and name in FILES:
+            self._send(FILES[name], with_body)
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound" if "/me/small" in path else "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def _send(self, content: bytes, with_body: bool) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def endpoint():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_split_of_a_data_set_of_the_hub_is_lines_and_mistakes_are_one_line(endpoint, tmp_path):
+    code = (
+        "import sys\nfrom capibara.core.types import UserError\nfrom capibara.data.shards import tables\n"
+        "for name in sys.argv[2:]:\n"
+        "    try: print('path', *tables.with_tables([name], sys.argv[1]))\n"
+        "    except UserError as error: print('error', error)"
+    )
+    names = ("me/small:main:train", "me/small:odd:b", "me/small", "me/small:odd:c", "me/none")
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": os.getcwd()}
+    own |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+    def lines(*names, **more):
+        command = [sys.executable, "-c", code, str(tmp_path / "out"), *names]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own | more, check=True)
+        return done.stdout.splitlines()
+
+    train, odd, several, split, none = lines(*names)
+    assert [len(open(line.removeprefix("path ")).readlines()) for line in (train, odd)] == [3, 1]
+    assert several == "error me/small has the configurations main, odd: name one as me/small:CONFIG:SPLIT"
+    assert 'Unknown split "c"' in split and none.startswith("error me/none is no file here, and cannot be read from")
+    assert lines(names[0], HF_HUB_OFFLINE="1") == [train]  # from the copy on this machine, so that a run resumes
