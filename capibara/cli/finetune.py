@@ -12,13 +12,12 @@ _REWARDED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinfo
 _DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual layout, preferences, or questions with rewards.
 
   --model   a Hugging Face folder, a .gguf file, a run folder, or a name on the Hugging Face Hub (OWNER/NAME)
-  --data    files, globs or folders of JSON lines; Parquet or CSV files; data sets of the Hugging Face Hub: OWNER/NAME,
-            OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; repeatable
-  --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; distill: adapters, on the
-            next-token distributions of --teacher; duo_attention: gates that say which heads must see long texts whole; dpo, orpo, simpo, cpo: adapters, on lines with "chosen" and "rejected";
-            kto: adapters, on lines with a "label", true or false; reward: adapters and a head that scores answers, on lines
-            with "chosen" and "rejected"; process_reward: of steps, on lines with "steps" and "labels"; grpo, dr_grpo, dapo,
-            gspo, cispo, sapo, rloo, reinforce_pp, ppo: adapters, on its own answers (--gin.REWARDS="(@numeric_answer,)")
+  --data    files, globs or folders of JSON lines; Parquet or CSV files; or a data set of the Hub (OWNER/NAME:SPLIT); repeatable
+  --method  lora: adapters (the default); qlora: on a base in 4 bits; full: all weights; distill: adapters, on the next-token
+            distributions of --teacher; duo_attention: gates that say which heads must see long texts whole; dpo, orpo, simpo,
+            cpo: adapters, on lines with "chosen" and "rejected"; kto: adapters, on lines with a "label", true or false; reward:
+            adapters and a head that scores answers, on lines with "chosen" and "rejected"; process_reward: of steps, on lines
+            with "steps" and "labels"; grpo and the others: adapters, on its own answers (--gin.REWARDS="(@numeric_answer,)")
 
 It prints the command of `capibara train` that is the same run; run it again to resume.
 
