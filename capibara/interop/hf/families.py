@@ -81,7 +81,7 @@ _BIASED: dict[str, frozenset[str]] = {
 
 _EXPERTS_ALIAS = {"num_experts": "num_local_experts"}
 
-T5S = ("t5", "umt5", "longt5", T5X_DECODER_TYPE)
+T5S = ("t5", "mt5", "umt5", "longt5", T5X_DECODER_TYPE)
 _T5_KEYS = {
     "vocab_size": "vocab_size",
     "embed_dim": "d_model",
@@ -301,6 +301,17 @@ _LIST = (
         rope=False,
     ),
     Family(
+        model_type="mt5",
+        kind=Kind.ENCODER_DECODER,
+        architectures=("MT5ForConditionalGeneration",),
+        keys=_T5_KEYS,
+        defaults=_T5_DEFAULTS | {"feed_forward_proj": "gated-gelu"},
+        aliases=_T5_ALIASES,
+        tied=True,
+        activation="feed_forward_proj",
+        rope=False,
+    ),
+    Family(
         model_type="umt5",
         kind=Kind.ENCODER_DECODER,
         architectures=("UMT5ForConditionalGeneration",),
@@ -401,7 +412,9 @@ def head(values: Values, family: Family) -> str:
 
 
 def head_scale(values: Values) -> str:
-    """For a tied head of T5, our value for what transformers 5 calls scale_decoder_outputs."""
+    """For a tied head of T5, our value for what transformers 5 calls scale_decoder_outputs, which it never does in mT5."""
+    if values.get("model_type") == "mt5":
+        return "none"
     return "inverse_sqrt_dim" if values.get("scale_decoder_outputs", True) else "none"
 
 
@@ -409,12 +422,14 @@ def with_head_of(values: Values, names: Collection[str]) -> dict[str, Any]:
     """A T5's config.json with a correct tie_word_embeddings.
 
     transformers 5 writes tie_word_embeddings = true for all T5 models. It ties the head of files without one, and omits
-    T5's scale if the file that it read had false.
+    T5's scale if the file that it read had false. Of mT5 it reads neither key: published files say false, and have a head.
 
     Args:
       values: of config.json.
       names: of the tensors.
     """
+    if values.get("model_type") == "mt5":
+        return dict(values) | {"tie_word_embeddings": "lm_head.weight" not in names}
     scaled = values.get("scale_decoder_outputs", values.get("tie_word_embeddings", True) is not False)
     if values.get("model_type") not in T5S or (scaled and values.get("tie_word_embeddings", True) is not False):
         return dict(values)

@@ -291,6 +291,7 @@ NAMES = {
     ),
     # T5's first checkpoints have an unused table of relative positions for cross-attention.
     "t5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
+    "mt5": Names(T5, (), r"^(?:en|de)coder\.embed_tokens\.weight$"),
     "umt5": Names(UMT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$|EncDecAttention\.relative_attention_bias"),
     "longt5": Names(LONGT5, (), r"^(?:en|de)coder\.embed_tokens\.weight$"),
     T5X_DECODER_TYPE: Names(T5X_DECODER),
@@ -306,7 +307,7 @@ NAMES = {
 
 _ALIASES = {
     **dict.fromkeys(
-        ("t5", "umt5", "longt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+        ("t5", "mt5", "umt5", "longt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
     ),
     "bert": {_P + "decoder.bias": _P + "bias"},
 }

@@ -50,6 +50,11 @@ CASES: dict[str, dict[str, Any]] = {
     "mbart": dict(BART, model_type="mbart", activation_function="relu", scale_embedding=False),
     "longt5": dict(LONG, feed_forward_proj="gated-gelu"),
     "longt5_plain": dict(LONG, local_radius=3, tie_word_embeddings=False, num_decoder_layers=None),
+    "mt5": dict(
+        {key: value for key, value in LONG.items() if key != "local_radius"},
+        model_type="mt5",
+        feed_forward_proj="gated-gelu",
+    ),
     "pegasus": dict(BART, model_type="pegasus", activation_function="silu", eos_token_id=1),
 }
 TYPES = {case["model_type"] for case in CASES.values()}
