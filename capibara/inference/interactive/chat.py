@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import secrets
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -45,6 +46,26 @@ class Chat:
           UserError: the template rejects it.
         """
         return self.template.render(conversation, where, add_generation_prompt=True).text
+
+    def text_to_continue(self, conversation: Conversation, where: str) -> str:
+        """The text up to the end of the last message's content, from where the model writes that message on.
+
+        Raises:
+          UserError: the template rejects it, or does not write the content as it is.
+        """
+        *before, last = conversation.messages
+        mark = secrets.token_hex(8)
+        marked = conversation._replace(messages=[*before, {**last, "content": f"{last['content']}{mark}"}])
+        text, found, _ = self.template.render(marked, where).text.rpartition(mark)
+        if not found:
+            raise UserError(
+                f"{where}: the chat template does not write the last message as it is: nothing can follow it"
+            )
+        return text
+
+    def text_so_far(self, conversation: Conversation, where: str) -> str:
+        """The text of the conversation, without the beginning of an answer; raises UserError: the template rejects it."""
+        return self.template.render(conversation, where).text
 
     def ids_of(self, text: str) -> list[int]:
         """The token ids of a rendered prompt."""

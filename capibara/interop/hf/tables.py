@@ -307,7 +307,8 @@ NAMES = {
 
 _ALIASES = {
     **dict.fromkeys(
-        ("t5", "mt5", "umt5", "longt5"), {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")}
+        ("t5", "mt5", "umt5", "longt5"),
+        {f"{side}.embed_tokens.weight": "shared.weight" for side in ("encoder", "decoder")},
     ),
     "bert": {_P + "decoder.bias": _P + "bias"},
 }

@@ -129,6 +129,8 @@ def _chat(request: CountRequest, options: Json) -> ChatRequest:
     tools = chat_tools(request) or None
     choice = _chat_choice(_read_choice(request.tool_choice))
     values = {"model": request.model, "messages": messages, "tools": tools, "tool_choice": choice}
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):  # the beginning of the answer
+        values |= {"continue_final_message": True, "add_generation_prompt": False}
     return ChatRequest.model_validate(values | options | {"parallel_tool_calls": parallel(request)})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from capibara.core.fields import did_you_mean, nearest
@@ -28,7 +29,7 @@ _MOST_KEYS = 100  # of messages that are compared, which takes 0.1 ms each
 
 
 def rendered(request: ChatRequest, served: Served, config: ServerConfig) -> tuple[Chat, str]:
-    """The chat of a request, and its conversation up to the next answer as the template writes it.
+    """The chat of a request, and its conversation up to the next answer, or to that which is continued, as the template writes it.
 
     Raises:
       Refusal: the model has no chat template, or the template rejects the messages or leaves a part of them out.
@@ -44,14 +45,26 @@ def rendered(request: ChatRequest, served: Served, config: ServerConfig) -> tupl
         raise Refusal(400, quoted(str(error)), param="messages", code="invalid_messages") from None
     except RecursionError:  # JSON within JSON
         raise Refusal(400, "a tool call is nested too deeply", param="messages", code="invalid_messages") from None
+    write = _writer(request, talk, conversation)
     try:
-        text = talk.text_after(conversation, "the request")
+        text = write(conversation, "the request")
     except UserError as error:  # its message may have local paths, which clients must not see
         why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
-    _check_complete(talk, conversation, text)
+    _check_complete(lambda other: write(other, "the request"), conversation, text)
     bounds.check_characters(len(text), served, config, "messages", own=True)
     return talk, text
+
+
+def _writer(request: ChatRequest, talk: Chat, conversation: Conversation) -> Callable[[Conversation, str], str]:
+    """What writes the conversation as the request asks for it."""
+    if not request.continue_final_message:
+        return talk.text_so_far if request.add_generation_prompt is False else talk.text_after
+    last = conversation.messages[-1]
+    if last["role"] != "assistant" or not last["content"] or last.get("tool_calls"):
+        message = "continue_final_message needs a last message of the assistant with a text and no tool calls"
+        raise Refusal(400, message, param="continue_final_message", code="invalid_value")
+    return talk.text_to_continue
 
 
 def _check_keys(messages: list[Any]) -> None:
@@ -69,8 +82,8 @@ def _check_keys(messages: list[Any]) -> None:
             raise Refusal(400, message, param="messages", code="invalid_messages")
 
 
-def _check_complete(talk: Chat, conversation: Conversation, text: str) -> None:
-    """Raises Refusal if the rendered text lacks a part of the conversation."""
+def _check_complete(write: Callable[[Conversation], str], conversation: Conversation, text: str) -> None:
+    """Raises Refusal if the text that the template writes lacks a part of the conversation."""
     for part in dropped(conversation, text):
         if part == "the tools":
             message = f"{_LEAVES_OUT} tools: leave them out"
@@ -78,7 +91,7 @@ def _check_complete(talk: Chat, conversation: Conversation, text: str) -> None:
         if "a tool call" in part:
             message = f"{_LEAVES_OUT} tool calls: leave them out"
             raise Refusal(400, message, param="messages", code="invalid_messages")
-    for number in unread(conversation, text, lambda other: talk.text_after(other, "the request")):
+    for number in unread(conversation, text, write):
         # Templates such as Llama 3's have no place for what an assistant says beside its calls.
         if not conversation.messages[number].get("tool_calls"):
             message = f"{_LEAVES_OUT} the content of messages[{number}]: leave that message out"

@@ -40,8 +40,14 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def prompt_ids(prompt: str | list[int], served: Served, param: str = "prompt") -> list[int]:
+def prompt_ids(prompt: str | list[int], served: Served, param: str = "prompt", *, special: bool = True) -> list[int]:
     """The ids of a prompt.
+
+    Args:
+      prompt: text or ids.
+      served: the model.
+      param: for errors.
+      special: whether a decoder's text begins with the tokens with which the tokenizer begins texts.
 
     Raises:
       Refusal: the model has no row for a token, or the text cannot be encoded.
@@ -53,6 +59,10 @@ def prompt_ids(prompt: str | list[int], served: Served, param: str = "prompt") -
         else:
             reads = served.encoder_length is not None
             ids = sentinels.ids_of(prompt, vocabulary) if reads else vocabulary.prompt_ids(prompt)
+            if not special and not reads:
+                ids = vocabulary.encode(prompt)
+                if not ids:
+                    raise UserError(f"{param} has no tokens: leave add_special_tokens out")
         model_rows.check_ids(ids, served.engine.rows, vocabulary, param)
     return ids
 

@@ -156,7 +156,7 @@ class CompletionReply(OpenAiReply):
         part = self._part(self._echoed[index] + text, pieces, finish, index)
         if echoed:
             part["logprobs"] = {name: values + part["logprobs"][name] for name, values in echoed.items()}
-        ask, extra = self._shown[index], dict[str, Any]()
+        ask, extra = self._shown[index], dict[str, Any](prompt_logprobs=None)  # as vLLM's clients expect
         if self._asked.return_token_ids:
             extra = {"token_ids": _ids(pieces), "prompt_token_ids": list(ask.ids)}
         if self._asked.prompt_logprobs is not None:
@@ -217,6 +217,8 @@ class ChatReply(OpenAiReply):
         chunks = [self._chunk(index, "", [], None) for index in range(len(self._asks))]
         for chunk in chunks:
             chunk["choices"][0]["delta"] = first
+        if self._asked.echoed:
+            chunks += [self._chunk(index, self._asked.echoed, [], None) for index in range(len(self._asks))]
         return chunks
 
     @property
@@ -241,6 +243,8 @@ class ChatReply(OpenAiReply):
         answer = self._answers[index]
         finish = _CALLED.get(finish, finish) if answer.message.calls else finish
         message = answer.message.whole()
+        if self._asked.echoed:
+            message["content"] = self._asked.echoed + (message.get("content") or "")
         extra = {"token_ids": _ids(pieces)} if self._asked.return_token_ids else {}
         return {
             "index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces),

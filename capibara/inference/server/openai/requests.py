@@ -1,8 +1,7 @@
 """Bodies of OpenAI's completions and chat API: parameters, their types, and what is refused.
 
-Parameters beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
-return_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_* as in vLLM, thinking_tokens as in
-`Sampling`.
+Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, echo of chats, top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
+return_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_*; thinking_tokens as in `Sampling`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("functions", "suffix", "web_search_options", "prediction", "audio"), ({}, [], "")),
     **{"function_call": ("none",), "modalities": (["text"],)},
     **{"verbosity": (), "moderation": ()},
+    # vLLM's
+    **dict.fromkeys(
+        ("bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_embeds", "mm_processor_kwargs"), ([], {}, "")
+    ),
+    **{"use_beam_search": (False,), "length_penalty": (1.0,), "skip_special_tokens": (True,), "priority": (0,)},
+    **{"include_stop_str_in_output": (False,), "chat_template": (), "cache_salt": (), "kv_transfer_params": ({},)},
 }
 # Parameters that do not change the text.
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options",
+    "prompt_cache_options", "spaces_between_special_tokens", "request_id",
 )  # fmt: skip
 
 
@@ -48,7 +53,7 @@ class ApiRequest(TextParameters):
     max_tokens: int | None = pydantic.Field(None, ge=1)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
-    top_k: int | None = pydantic.Field(None, ge=1)
+    top_k: int | None = pydantic.Field(None, ge=-1)  # 0, -1: all
     min_p: float | None = pydantic.Field(None, ge=0, le=1)
     repetition_penalty: float | None = pydantic.Field(None, ge=0.01, le=100)
     presence_penalty: float | None = pydantic.Field(None, ge=-2, le=2)
@@ -118,6 +123,7 @@ class CompletionRequest(ApiRequest):
     """The body of POST /v1/completions."""
 
     prompt: Any
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     best_of: int | None = pydantic.Field(None, ge=1)
     logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
@@ -158,6 +164,27 @@ class ChatRequest(ApiRequest):
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            message = (
+                "continue_final_message needs add_generation_prompt = false: an answer would begin after the message"
+            )
+            raise Refusal(400, message, param="continue_final_message", code="invalid_value")
+        if self.echo and self.stream and self.tools:
+            message = "echo is not available in a stream with tools: leave it out"
+            raise Refusal(400, message, param="echo", code="invalid_value")
+
+    @property
+    def echoed(self) -> str:
+        """The content of the last message, where it is the assistant's and `echo` asks for it before the answer."""
+        last = self.messages[-1]
+        content = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
+        return content if self.echo and isinstance(content, str) else ""
 
     @property
     def longest(self) -> tuple[str, int | None]:

@@ -48,7 +48,7 @@ def sampling_of(
     if request.top_p is not None:
         options["top_p"] = max(request.top_p, 1e-9)
     if "top_k" in options:
-        options["top_k"] = min(options["top_k"], served.vocabulary.size)
+        options["top_k"] = min(options["top_k"], served.vocabulary.size) if options["top_k"] > 0 else None
     if "thinking_tokens" in options:
         options["thinking_tokens"] = min(options["thinking_tokens"], served.length)
     if request.logit_bias:

@@ -27,7 +27,14 @@ def completion_texts(request: CompletionRequest, served: Served, config: ServerC
     _check_count(request, len(prompts), config)
     asks: list[RequestedText] = []
     for prompt in prompts:
-        asks += _asks(request, prompt_ids(prompt, served), (), served, config, "prompt")
+        asks += _asks(
+            request,
+            prompt_ids(prompt, served, special=request.add_special_tokens is not False),
+            (),
+            served,
+            config,
+            "prompt",
+        )
     return asks
 
 

@@ -1,0 +1,116 @@
+"""Answers that continue a message of the assistant, prompts without the beginning of an answer, and echoes."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.inference.server.test_other_apis import HELLO, TEMPLATE, chat, claude, prompts, running  # noqa: F401
+
+BEGUN = [*HELLO, {"role": "assistant", "content": "In Oslo it is"}]
+CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest.fixture
+def complete(running):  # noqa: F811
+    def complete(messages, *, stream=False, **options):
+        create = running.client().chat.completions.create
+        return create(model="tiny", messages=messages, max_tokens=300, stream=stream, extra_body=options)
+
+    return complete
+
+
+def test_the_last_message_is_continued_where_it_ends(complete, prompts):  # noqa: F811
+    complete(BEGUN, **CONTINUE)
+    assert prompts[-1] == "<|im_start|>user: Weather in Oslo?<|im_start|>assistant: In Oslo it is"
+
+
+def test_without_the_beginning_of_an_answer_the_prompt_ends_with_the_last_message(complete, prompts):  # noqa: F811
+    complete(BEGUN, add_generation_prompt=False)
+    assert prompts[-1].endswith("assistant: In Oslo it is")
+    complete(BEGUN)
+    assert prompts[-1].endswith("assistant: In Oslo it isassistant: ")
+
+
+def test_an_echo_has_the_message_before_the_answer(complete):
+    plain = complete(BEGUN, **CONTINUE).choices[0].message.content
+    assert complete(BEGUN, **CONTINUE, echo=True).choices[0].message.content == f"In Oslo it is{plain}"
+    assert complete(HELLO, echo=True).choices[0].message.content == plain  # it is the user's
+    chunks = [chunk.choices[0].delta.content or "" for chunk in complete(BEGUN, stream=True, **CONTINUE, echo=True)]
+    assert "".join(chunks) == f"In Oslo it is{plain}" and chunks[1] == "In Oslo it is"
+
+
+@pytest.mark.parametrize(
+    "messages, options, message",
+    [
+        (BEGUN, {"continue_final_message": True}, "continue_final_message needs add_generation_prompt = false"),
+        (HELLO, CONTINUE, "continue_final_message needs a last message of the assistant with a text"),
+        ([*HELLO, {"role": "assistant", "content": ""}], CONTINUE, "needs a last message of the assistant with a text"),
+        (BEGUN, {"use_beam_search": True}, "use_beam_search is not supported"),
+        (BEGUN, {"bad_words": ["no"]}, "bad_words is not supported"),
+        (BEGUN, {"skip_special_tokens": False}, "skip_special_tokens is not supported"),
+        (BEGUN, {"top_k": -2}, "top_k is -2"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(complete, messages, options, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        complete(messages, **options)
+
+
+def test_values_that_ask_for_nothing_are_taken(complete):
+    nothing = {
+        "use_beam_search": False,
+        "bad_words": [],
+        "skip_special_tokens": True,
+        "priority": 0,
+        "length_penalty": 1.0,
+    }
+    plain = complete(HELLO).choices[0].message.content
+    for top_k in (-1, 0, 10**9):
+        assert complete(HELLO, **nothing, top_k=top_k).choices[0].message.content == plain
+
+
+def test_anthropics_last_message_of_the_assistant_begins_the_answer(claude, prompts):  # noqa: F811
+    claude.messages.create(model="tiny", max_tokens=20, messages=BEGUN)
+    assert prompts[-1].endswith("<|im_start|>assistant: In Oslo it is")
+    claude.messages.create(model="tiny", max_tokens=20, messages=HELLO)
+    assert prompts[-1].endswith("Weather in Oslo?assistant: ")
+
+
+def test_a_template_that_does_not_write_the_message_cannot_be_continued(tmp_path):
+    from capibara.core.types import UserError
+    from capibara.data.chat.formats import Conversation
+    from tests.inference.server.test_tool_calls import chat_of
+
+    ended = chat_of(tmp_path, TEMPLATE.replace("{{ m.content }}", "{{ m.content }}<|im_start|>"), ["<|im_start|>"])
+    assert ended.text_so_far(Conversation(BEGUN), "the request").endswith("In Oslo it is<|im_start|>")
+    assert ended.text_to_continue(Conversation(BEGUN), "the request").endswith("In Oslo it is")
+    shouting = chat_of(tmp_path, TEMPLATE.replace("{{ m.content }}", "{{ m.content | length }}"), ["<|im_start|>"])
+    with pytest.raises(UserError, match="does not write the last message as it is"):
+        shouting.text_to_continue(Conversation(BEGUN), "the request")
+
+
+@pytest.mark.parametrize("special, count", [(None, 1), (True, 1), (False, 0)])
+def test_completions_begin_with_the_tokenizers_token_unless_asked_not_to(running, prompts, monkeypatch, special, count):  # noqa: F811
+    from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
+
+    monkeypatch.setattr(TokenizerJsonVocabulary, "begin_ids", property(lambda self: (self.eos_id,)))
+    running.client().completions.create(
+        model="tiny",
+        prompt="river",
+        max_tokens=4,
+        extra_body={} if special is None else {"add_special_tokens": special},
+    )
+    assert prompts[-1].endswith("river") and (prompts[-1] != "river") == bool(count)
+
+
+def test_a_prompt_without_tokens_is_refused(running):  # noqa: F811
+    with pytest.raises(openai.BadRequestError, match="prompt has no tokens"):
+        running.client().completions.create(
+            model="tiny", prompt="", max_tokens=4, extra_body={"add_special_tokens": False}
+        )
+
+
+def test_a_choice_says_that_no_prompt_was_scored(running):  # noqa: F811
+    (choice,) = running.client().completions.create(model="tiny", prompt="a", max_tokens=4).choices
+    assert choice.prompt_logprobs is None
