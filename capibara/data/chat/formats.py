@@ -23,6 +23,19 @@ _ROLES = {
     "system": "system",
 }
 # Keys of an assistant's reasoning in data sets; templates read the first or the second.
+_OF_PARTS = (
+    "type",
+    "text",
+    "cache_control",
+    "annotations",
+    "citations",
+    "index",
+    "id",
+    "image_url",
+    "image",
+    "audio",
+    "video",
+)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -320,11 +333,22 @@ def _content(value: object, where: str, calls: bool, role: str) -> str:
     if isinstance(value, list) and all(isinstance(part, Mapping) for part in value):
         texts = [part.get("text") for part in value if part.get("type", "text") == "text"]
         if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
+            _check_parts(value, where)
             return "".join(texts)
         raise UserError(f"{where}: only parts of type text (with the key text) are supported, not {_short(value)}")
     if _ROLES.get(role) == "tool" and isinstance(value, (Mapping, list)):
         return json.dumps(value, ensure_ascii=False)
     raise UserError(f"{where}: the content must be text, not {_short(value)}")
+
+
+def _check_parts(parts: list[Mapping[str, Any]], where: str) -> None:
+    """Raises UserError for a key of a part that a template could read, as TranslateGemma's does: templates get the text alone."""
+    others = {key: item for part in parts for key, item in part.items() if key not in _OF_PARTS and item is not None}
+    if others:
+        key, item = next(iter(others.items()))
+        raise UserError(
+            f"{where}: a part of the content has {_short(key)} = {_short(item)}, which no chat template gets here: leave it out"
+        )
 
 
 def _said(role: str, value: object, where: str, key: str) -> Message:

@@ -9,6 +9,7 @@ from typing import Any
 from capibara.inference.calls.parsing.text import Arguments, Broken, Call, CallEnd, Content, Event, Reasoning
 
 Json = dict[str, Any]
+REASONING_KEYS = ("reasoning_content", "reasoning")  # of DeepSeek's API, and of OpenAI's gpt-oss and vLLM
 
 
 class Message:
@@ -45,7 +46,7 @@ class Message:
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
                     self._reasoning += text
-                    for key in ("reasoning_content", "reasoning"):
+                    for key in REASONING_KEYS:
                         delta[key] = delta.get(key, "") + text
                 case Call(name, call_id):
                     self._begin(name, call_id, delta)
@@ -79,5 +80,5 @@ class Message:
         content = self._content or None if self.calls or self._reasoning else self._content
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
-            message |= {"reasoning_content": self._reasoning, "reasoning": self._reasoning}
+            message |= dict.fromkeys(REASONING_KEYS, self._reasoning)
         return message | ({"tool_calls": self.calls} if self.calls else {})

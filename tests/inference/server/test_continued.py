@@ -111,6 +111,27 @@ def test_a_prompt_without_tokens_is_refused(running):  # noqa: F811
         )
 
 
+def test_thoughts_are_left_out_where_they_are_not_wanted(complete):
+    whole = complete(HELLO).choices[0].message
+    assert whole.reasoning_content == whole.reasoning == "I look."
+    assert not hasattr(complete(HELLO, include_reasoning=False).choices[0].message, "reasoning_content")
+    chunks = [chunk.choices[0].delta for chunk in complete(HELLO, stream=True, include_reasoning=False)]
+    assert not any(hasattr(delta, name) for delta in chunks for name in ("reasoning", "reasoning_content"))
+    assert "".join(delta.content or "" for delta in chunks) == whole.content
+
+
+def test_all_tokens_without_a_row_are_named(complete):
+    with pytest.raises(openai.BadRequestError, match="logit_bias has the tokens 'a', 'b', must have ids from 0 to"):
+        complete(HELLO, logit_bias={"a": 1.0, "5": 1.0, "b": 2.0})
+
+
+def test_a_key_of_a_part_that_the_template_would_not_get_is_refused(complete):
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    assert complete([{"role": "user", "content": [part]}]).choices
+    with pytest.raises(openai.BadRequestError, match="a part of the content has .*source_lang_code.* = .*en"):
+        complete([{"role": "user", "content": [part | {"source_lang_code": "en"}]}])
+
+
 def test_a_choice_says_that_no_prompt_was_scored(running):  # noqa: F811
     (choice,) = running.client().completions.create(model="tiny", prompt="a", max_tokens=4).choices
     assert choice.prompt_logprobs is None

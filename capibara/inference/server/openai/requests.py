@@ -1,6 +1,6 @@
 """Bodies of OpenAI's completions and chat API: parameters, their types, and what is refused.
 
-Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, echo of chats, top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
+Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, include_reasoning, echo of chats, top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
 return_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_*; thinking_tokens as in `Sampling`.
 """
 
@@ -166,6 +166,7 @@ class ChatRequest(ApiRequest):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
     echo: bool | None = None
 
     def check(self) -> None:

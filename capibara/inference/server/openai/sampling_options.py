@@ -20,6 +20,7 @@ _GREEDY_BELOW = 1e-4  # dividing the logits by less may overflow
 SEEDS = 2**31
 _LONGEST_STOP = 1000
 _MOST_BIASES = 1024
+_MOST_SHOWN = 3  # tokens in an error
 _LARGEST_BIAS = 100  # OpenAI's
 _PLAIN = (
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_tokens",
@@ -90,14 +91,22 @@ def _least(request: ApiRequest, most: int) -> int:
     return least
 
 
+def _is_row(name: str, rows: int) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10 and int(name) < rows
+
+
 def _biases(values: dict[str, float], served: Served) -> dict[int, float]:
     if len(values) > _MOST_BIASES:
         raise _invalid("logit_bias", f"logit_bias has {len(values)} tokens, must have at most {_MOST_BIASES}")
+    others = [name for name in values if not _is_row(name, served.engine.rows)]
+    if others:
+        shown = ", ".join(map(brief, others[:_MOST_SHOWN])) + (", ..." if len(others) > _MOST_SHOWN else "")
+        tokens = "the token" if len(others) == 1 else "the tokens"
+        raise _invalid(
+            "logit_bias", f"logit_bias has {tokens} {shown}, must have ids from 0 to {served.engine.rows - 1}"
+        )
     biases: dict[int, float] = {}
     for name, bias in values.items():
-        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < served.engine.rows):
-            top = served.engine.rows - 1
-            raise _invalid("logit_bias", f"logit_bias has the token {brief(name)}, must have ids from 0 to {top}")
         if abs(bias) > _LARGEST_BIAS:
             raise _invalid("logit_bias", f"logit_bias of {name} is {short(bias)}, must be from -100 to 100")
         biases[int(name)] = bias
