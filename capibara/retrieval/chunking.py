@@ -11,6 +11,7 @@ import numpy as np
 
 from capibara.builders.files.problems import Problems
 from capibara.builders.preparation.documents import CorpusPart, Fields, PartReader
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary, Vocabulary
 
@@ -31,6 +32,20 @@ class Chunk:
     start: int
     end: int
     text: str
+
+    @classmethod
+    def of_json(cls, line: bytes) -> Chunk:
+        """The chunk of a line of chunks.jsonl.
+
+        Raises:
+          ValueError, TypeError: it is none.
+        """
+        result = cls(**limits.parse_json(line, finite=False))
+        for field in dataclasses.fields(cls):
+            kind = str if field.name in ("path", "text") else int
+            if type(getattr(result, field.name)) is not kind:
+                raise TypeError(f"its {field.name} is no {kind.__name__}")
+        return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,7 @@ class TextEmbedder:
           done: is called with the number of texts that are embedded.
 
         Raises:
-          UserError: a text has more tokens than `length`.
+          UserError: a text has more tokens than `length`, or an embedding is not finite.
         """
         encoded = self.vocabulary.encode_batch(texts)
         begin, closing = self.vocabulary.begin_ids, self.vocabulary.closing_ids
@@ -85,6 +85,10 @@ class TextEmbedder:
             if result is None:
                 result = np.empty((len(rows), vectors.shape[1]), np.float32)
             result[group] = vectors[: len(group)]
+            if not np.isfinite(result[group]).all():
+                raise UserError(
+                    f"{self.path} embeds a text as values that are not finite: name a model whose training has not diverged"
+                )
             count += len(group)
             done(count)
         assert result is not None, "there is at least one text"

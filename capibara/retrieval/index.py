@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from capibara.builders.files import fingerprints
-from capibara.builders.files.manifest import read_manifest
+from capibara.builders.files.manifest import Manifest, read_manifest
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.inference.engine.reading import Pooling
-from capibara.retrieval import build, quantizers
+from capibara.retrieval import build, faiss_file, quantizers
+from capibara.retrieval.chunking import Chunk
 from capibara.retrieval.embedding import TextEmbedder
-from capibara.retrieval.quantizers import Codes, Quantizer
 
 if TYPE_CHECKING:
     import faiss
@@ -52,12 +51,22 @@ class IndexFolder:
 
     Attributes:
       path: the folder.
-      record: its index.json.
+      model: the path of the model that has embedded the chunks.
+      pooling: which hidden states are an embedding.
+      identity: what decides the embeddings (`TextEmbedder.identity`).
+      chunks: how many there are.
+      dims: of a vector.
+      effort: how much of the index a search reads (`Quantizer.searched`).
       fingerprint: of its files.
     """
 
     path: str
-    record: Mapping[str, Any]
+    model: str
+    pooling: Pooling
+    identity: Mapping[str, str]
+    chunks: int
+    dims: int
+    effort: int
     fingerprint: str
 
     @classmethod
@@ -65,7 +74,7 @@ class IndexFolder:
         """Opens a folder.
 
         Raises:
-          UserError: it is none, or a file of it is missing or has changed.
+          UserError: it is none, or a file of it is missing, has changed or leads out of it.
         """
         if not os.path.isdir(path):
             raise UserError(f"the index {path} is no folder: name one that `capibara prepare index` wrote")
@@ -74,27 +83,47 @@ class IndexFolder:
             raise UserError(
                 f"{path} holds {limits.shortened(manifest.kind)}, no index: name one of `capibara prepare index`"
             )
-        for file in manifest.files:
-            name = limits.inside(path, file.name, "the manifest")
-            if not os.path.exists(name):
-                raise UserError(f"{name} is missing: build the index again")
-            if os.path.getsize(name) != file.bytes or fingerprints.hash_file(name).sha256 != file.sha256:
-                raise UserError(f"{name} has changed since it was built: build the index again")
+        _check_files(path, manifest)
+        name = os.path.join(path, build.RECORD)
+        record = limits.read_json(name)
         try:
-            record = limits.read_json(os.path.join(path, build.RECORD))
+            model, chosen = record["model"], record["chosen"]
+            result = cls(
+                path=path,
+                model=model["path"],
+                pooling=Pooling(model["pooling"]),
+                identity={key: model[key] for key in ("weights", "tokenizer", "pooling")},
+                chunks=record["chunks"],
+                dims=record["dims"],
+                effort=chosen["effort"],
+                fingerprint=manifest.fingerprint,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{name} does not describe an index ({limits.cause(error)}): build the index again"
+            ) from None
+        numbers = (result.chunks, result.dims, result.effort)
+        if not isinstance(result.model, str) or any(type(number) is not int or number < 1 for number in numbers):
+            raise UserError(
+                f"{name} has {limits.shortened(numbers)} as chunks, dims and effort of {limits.shortened(result.model)}, must be "
+                "numbers of at least 1 and a path: build the index again"
+            )
+        return result
+
+
+def _check_files(path: str, manifest: Manifest) -> None:
+    """Raises UserError unless all files that a manifest lists are whole, and those that are read are listed."""
+    for file in manifest.files:
+        name = limits.inside(path, file.name, "the manifest", links=False)
+        try:
+            is_whole = limits.check_file(name) == file.bytes and fingerprints.hash_file(name).sha256 == file.sha256
         except FileNotFoundError:
-            raise UserError(f"{path} has no {build.RECORD}: build the index again") from None
-        return cls(path=path, record=record, fingerprint=manifest.fingerprint)
-
-    @property
-    def model(self) -> str:
-        """The path of the model that has embedded the chunks."""
-        return str(self.record["model"]["path"])
-
-    @property
-    def pooling(self) -> Pooling:
-        """Which hidden states are an embedding."""
-        return Pooling(self.record["model"]["pooling"])
+            raise UserError(f"{name} is missing: build the index again") from None
+        if not is_whole:
+            raise UserError(f"{name} has changed since it was built: build the index again")
+    listed = {file.name for file in manifest.files}
+    if unlisted := {build.INDEX, build.CHUNKS, build.CENTER, build.RECORD} - listed:
+        raise UserError(f"the manifest of {path} does not list {', '.join(sorted(unlisted))}: build the index again")
 
 
 class Index:
@@ -105,39 +134,36 @@ class Index:
       embedder: of the model that has embedded its chunks.
 
     Raises:
-      UserError: the model is another one, or faiss is missing.
+      UserError: the model is another one, a file is no part of an index, or faiss is missing.
     """
 
     def __init__(self, folder: IndexFolder, embedder: TextEmbedder):
         library = quantizers.library()
         self.folder, self._embedder, self._lock = folder, embedder, threading.Lock()
         for name, value in embedder.identity.items():
-            if (built := folder.record["model"][name]) != value:
+            if (built := folder.identity[name]) != value:
                 raise UserError(
                     f"{embedder.path} is another model than {folder.path} was built with, {folder.model}: its {name} differ "
                     f"({limits.shortened(value, 40)}, not {limits.shortened(built, 40)}); name that model, or build the index again"
                 )
-        self._index: faiss.Index = library.read_index(os.path.join(folder.path, build.INDEX))
-        center = limits.read(os.path.join(folder.path, build.CENTER))
-        self._center_D = np.frombuffer(center, "<f4")
+        self._center_D = _center(folder)
         self._lines = limits.read(os.path.join(folder.path, build.CHUNKS), most=1 << 40).splitlines()
-        dims, count = folder.record["dims"], folder.record["chunks"]
-        if (self._index.d, self._index.ntotal, len(self._lines), len(self._center_D)) != (dims, count, count, dims):
+        if len(self._lines) != folder.chunks:
             raise UserError(
-                f"{folder.path} has {self._index.ntotal} vectors of {self._index.d} and {len(self._lines)} chunks, must have "
-                f"{count} of {dims}: build the index again"
+                f"{folder.path} has {len(self._lines):,} chunks, must have {folder.chunks:,}: build the index again"
             )
-        chosen = folder.record["chosen"]
-        refined = chosen["refined"]
-        self._quantizer = Quantizer(
-            codes=Codes(chosen["codes"]),
-            pq_bytes=chosen["pq_bytes"],
-            opq=chosen["opq"],
-            reduced=chosen["reduced"],
-            lists=chosen["lists"],
-            refined=None if refined is None else Codes(refined),
-        )
-        self._quantizer.searched(self._index, chosen["effort"])
+        name = os.path.join(folder.path, build.INDEX)
+        try:
+            self._quantizer = faiss_file.quantizer_of(np.memmap(name, np.uint8, "r"), folder.chunks, folder.dims)
+            self._index: faiss.Index = library.read_index(name)
+        except (limits.Refused, RuntimeError, ValueError) as error:  # memmap raises ValueError for an empty file
+            raise UserError(f"{name} is no index ({limits.cause(error)}): build the index again") from None
+        if folder.effort not in self._quantizer.efforts:
+            raise UserError(
+                f"{folder.path} searches with effort {folder.effort:,}, must be one of {self._quantizer.efforts}: build the index "
+                "again"
+            )
+        self._quantizer.searched(self._index, folder.effort)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -167,5 +193,26 @@ class Index:
         ]
 
     def chunk(self, number: int, score: float = 1.0) -> Hit:
-        """A chunk by its number."""
-        return Hit(chunk=number, score=score, **json.loads(self._lines[number]))
+        """A chunk by its number.
+
+        Raises:
+          UserError: its line is no chunk.
+        """
+        try:
+            return Hit(chunk=number, score=score, **dataclasses.asdict(Chunk.of_json(self._lines[number])))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{os.path.join(self.folder.path, build.CHUNKS)}:{number + 1} is no chunk ({limits.cause(error)}): build the index again"
+            ) from None
+
+
+def _center(folder: IndexFolder) -> np.ndarray:
+    """The mean that was subtracted from the embeddings: float32 [D]."""
+    name = os.path.join(folder.path, build.CENTER)
+    content = limits.read(name)
+    if len(content) != 4 * folder.dims:
+        raise UserError(f"{name} has {len(content):,} bytes, must have {4 * folder.dims:,}: build the index again")
+    center_D = np.frombuffer(content, "<f4")
+    if not np.isfinite(center_D).all():
+        raise UserError(f"{name} has values that are not finite: build the index again")
+    return center_D
