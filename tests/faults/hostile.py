@@ -81,6 +81,17 @@ def runs_of(kind: str, path: str, out: pathlib.Path) -> Runs:
         return {"convert": model["convert"], "infer": model["infer"]}
     if kind == "adapter":
         return {"convert": model["convert"], "infer": model["infer"]}
+    if kind == "index":
+        questions = pathlib.Path(path).with_name("questions.jsonl")
+        retrieved = [
+            "--gin_file=evaluation/retrieved.gin",
+            f"--gin.QUESTIONS=('{questions}',)",
+            f"--gin.INDEX='{path}'",
+        ]
+        return {
+            "prepare raft": ["prepare", "raft", str(questions), f"--index={path}", f"--out={out}/raft", "--gin.RaftPreparation.k=2"],
+            "evaluate": ["evaluate", f"--model={HF}", "--limit=1", "--gin.K=1", "--gin.retrieved/Sampling.max_new_tokens=2", *retrieved],
+        }  # fmt: skip
     builders = hostile_inputs.runs(path, out)
     if kind == "input":
         return builders
@@ -231,6 +242,8 @@ def preload() -> None:
     import capibara.loading
     import capibara.merge
     import capibara.prepare
+    import capibara.retrieval.index
+    import capibara.retrieval.raft
     import capibara.serve
     import capibara.train
     import capibara.training.loop  # noqa: F401

@@ -21,6 +21,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 
+import hostile_indices
 import hostile_inputs
 import jax
 import msgpack
@@ -71,7 +72,7 @@ class Case:
 
     Attributes:
       name: what it is.
-      kind: how verbs open it: model, run, adapter, lines, archive, table or input (of builders of data sets).
+      kind: how verbs open it: model, run, adapter, index, lines, archive, table or input (of builders of data sets).
       path: where it is.
       refused: whether every verb must refuse it with exit code 2 (of builders also 3); False: it may also do no harm.
       good: records in it that builders must not lose.
@@ -112,6 +113,13 @@ def make(folder: pathlib.Path, canary: pathlib.Path, *, large: bool = True) -> l
         group(maker)
     for group in (_code, _odd_files, _adapters, _lines, _archives, _templates):
         group(maker)
+    for name, path in hostile_indices.make(folder / "indices", str(maker.good / "hf"), canary).items():
+        maker.add(
+            f"retrieval index: {name}" if name != "good" else "good: retrieval index",
+            "index",
+            path,
+            refused=name != "good",
+        )
     for one in hostile_inputs.make(folder / "inputs", large=large):
         maker.cases.append(Case(f"input: {one.name}", "input", one.path, not one.harmless, one.good))
     names = [case.name for case in maker.cases]
