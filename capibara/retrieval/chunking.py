@@ -86,6 +86,8 @@ def _offsets(text: str, vocabulary: Vocabulary) -> np.ndarray:
     """Where each token of a text begins and ends, in characters: [n, 2] int64."""
     if isinstance(vocabulary, TokenizerJsonVocabulary):
         return vocabulary.encode_rendered(text)[1]
+    if not text:
+        return np.zeros((0, 2), np.int64)
     # The bytes of the tokens are those of the text, but for a space that SentencePiece may put before it.
     ends_T = np.cumsum(_token_bytes(vocabulary)[vocabulary.encode(text)], dtype=np.int64)
     starts_of_characters = np.cumsum([0, *(len(character.encode("utf-8", "replace")) for character in text)])

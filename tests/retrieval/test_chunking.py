@@ -42,7 +42,7 @@ def test_chunks_cover_a_document_and_overlap(vocabulary, tokens, overlap):
 
 
 def test_chunks_stay_in_their_document_and_equal_ones_come_once(tmp_path):
-    texts = ["a b c d", "  \n ", "a b c d", "e" * 25]
+    texts = ["a b c d", "  \n ", "a b c d", "e" * 25, ""]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts) + "{bad\n")
     (tmp_path / "b.txt").write_text("a plain text")
     problems, fields = Problems(), IndexPreparation().fields
