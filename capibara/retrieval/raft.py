@@ -62,6 +62,8 @@ class RaftPreparation:
             raise UserError(f"RaftPreparation.k is {self.k}, must be at least 2, the gold chunk and another: try 4")
         if not 0 <= self.without_gold <= 1:
             raise UserError(f"RaftPreparation.without_gold is {self.without_gold}, must be from 0 to 1: try 0.2")
+        if self.seed < 0:
+            raise UserError(f"RaftPreparation.seed is {self.seed}, must be at least 0")
         for name in ("{context}", "{question}"):
             if name not in self.prompt:
                 raise UserError(f"RaftPreparation.prompt ({self.prompt!r}) has no {name}: add it")

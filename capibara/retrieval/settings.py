@@ -53,7 +53,7 @@ class IndexPreparation:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least_values = {"document_bytes": 1, "k": 1, "queries": _LEAST_QUERIES, "train_vectors": 1}
+        least_values = {"document_bytes": 1, "k": 1, "queries": _LEAST_QUERIES, "train_vectors": 1, "seed": 0}
         for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise UserError(f"IndexPreparation.{name} is {getattr(self, name)}, must be at least {least}")

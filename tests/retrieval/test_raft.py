@@ -79,6 +79,7 @@ def test_a_passage_is_found_in_its_chunk(folder, index):
     ("options", "error"),
     [
         ({"k": 1}, "RaftPreparation.k is 1, must be at least 2"),
+        ({"seed": -1}, "RaftPreparation.seed is -1, must be at least 0"),
         ({"without_gold": 1.5}, "RaftPreparation.without_gold is 1.5"),
         ({"prompt": "{question}"}, "has no {context}"),
     ],

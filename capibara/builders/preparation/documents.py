@@ -368,7 +368,7 @@ class PartReader:
 def _check_first(url: str, line: bytes) -> None:
     """Raises plain.NotText if a file begins as other formats do."""
     if line.startswith(_WIDE):
-        raise plain.NotText(f"{url} is no text in UTF-8 but in UTF-16: convert it, or set CorpusPreparation.encoding")
+        raise plain.NotText(f"{url} is no text in UTF-8 but in UTF-16: convert it, or name its encoding")
     if line.startswith(_PACKED):
         raise plain.NotText(f"{url} is compressed, but its name does not end in .gz or .zst: rename it")
 

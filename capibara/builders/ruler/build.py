@@ -52,8 +52,9 @@ class Ruler:
                 raise UserError(f"Ruler.{name} is empty: name at least one")
         if min(self.lengths) < _SHORTEST:
             raise UserError(f"Ruler.lengths has {min(self.lengths)}, must be at least {_SHORTEST} tokens: try 4096")
-        if self.examples < 1:
-            raise UserError(f"Ruler.examples is {self.examples}, must be at least 1")
+        for name, least in (("examples", 1), ("seed", 0)):
+            if (value := getattr(self, name)) < least:
+                raise UserError(f"Ruler.{name} is {value}, must be at least {least}")
         for name, keys in (("fact", {"key", "value"}), ("question", {"key"})):
             text = getattr(self, name)
             try:

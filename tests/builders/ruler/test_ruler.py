@@ -79,6 +79,7 @@ def test_the_verb_writes_a_file(toy_tokenizer, tmp_path, capsys):
         ({"lengths": ()}, "Ruler.lengths is empty"),
         ({"lengths": (4096, 100)}, "Ruler.lengths has 100, must be at least 128"),
         ({"examples": 0}, "Ruler.examples is 0"),
+        ({"seed": -1}, "Ruler.seed is -1, must be at least 0"),
         ({"fact": "{key} is {valu}"}, r"Ruler.fact is '\{key\} is \{valu\}', must have \{key\} and \{value\} once"),
         ({"question": "{key"}, r"Ruler.question is '\{key', must have \{key\} once"),
     ],
