@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, Self
 
 import capibara
@@ -179,18 +179,27 @@ class Output:
       kind: the builder, such as "playbooks".
       config: the settings as JSON; all that changes what is written must be here.
       inputs: the files that are read (`fingerprints.inputs_of`).
+      adjustable: names of settings that an unfinished build may change, because none of the parts that it reuses depend on them.
 
     Raises:
       UserError: another process builds there, or the folder has other files, or the output of other inputs, settings or
         version.
     """
 
-    def __init__(self, folder: str, kind: str, config: Mapping[str, Any], inputs: Sequence[Input]):
+    def __init__(
+        self,
+        folder: str,
+        kind: str,
+        config: Mapping[str, Any],
+        inputs: Sequence[Input],
+        adjustable: Collection[str] = (),
+    ):
         if not stores.of(folder).has_local_paths:
             raise UserError(f"--out ({folder}) must be a local folder: name one, and copy it there")
         self.folder, self.kind = folder, kind
         self.config: Mapping[str, Any] = json.loads(fingerprints.canonical(dict(config)))
         self.inputs = tuple(sorted(inputs, key=lambda item: item.path))
+        self._adjustable = adjustable
         self._recorder: recording.Recorder | None = None
         building = os.path.join(folder, _BUILDING)
         scratch = os.path.join(building, _SCRATCH)
@@ -296,7 +305,8 @@ class Output:
             if os.path.exists(path):
                 self._compare(path)
             elif os.path.exists(self._plan_path()):
-                self._compare(self._plan_path())
+                self._compare(self._plan_path(), self._adjustable)
+                _save(self._plan_path(), self._plan())
             else:
                 strange = sorted({*os.listdir(self.folder)} - {_BUILDING, history.FILE})
                 if strange:
@@ -306,15 +316,17 @@ class Output:
                 shutil.rmtree(os.path.join(self.folder, _BUILDING), ignore_errors=True)  # killed before its plan
                 _save(self._plan_path(), self._plan())
 
-    def _compare(self, path: str) -> None:
-        """Raises UserError if the folder was begun with other inputs, settings or version."""
+    def _compare(self, path: str, adjustable: Collection[str] = ()) -> None:
+        """Raises UserError if the folder was begun with other inputs, settings or version; `adjustable` settings may differ."""
         result, plan = limits.read_json(path), self._plan()
         fix = "name another folder, or remove this one"
         for key in ("format", "kind", "version"):
             if result.get(key) != plan[key]:
                 theirs, ours = limits.shortened(result.get(key)), limits.shortened(plan[key])
                 raise UserError(f"--out ({self.folder}) was built with {key} {theirs}, not {ours}: {fix}")
-        if (name := _difference(result.get("config"), plan["config"])) is not None:
+        if isinstance(before := result.get("config"), dict):
+            before |= {name: self.config[name] for name in adjustable}
+        if (name := _difference(before, plan["config"])) is not None:
             raise UserError(f"--out ({self.folder}) was built with other settings ({name}): {fix}")
         if (name := _difference(_by_path(result.get("inputs")), _by_path(plan["inputs"]))) is not None:
             raise UserError(f"--out ({self.folder}) was built from other inputs ({name}): {fix}")

@@ -35,6 +35,8 @@ CHUNKS, INDEX, CENTER, RECORD, TRIALS, PICTURE = (
     "chunks.jsonl", "index.faiss", "center.f32", "index.json", "trials.json", "trials.png"
 )  # fmt: skip
 KIND = "index"
+# Neither chunks nor embeddings depend on these: where no index reaches the goal, another goal is tried without embedding again.
+_ADJUSTABLE = ("center", "recall", "k", "ms", "queries", "train_vectors", "seed")
 _BLOCK = 4096  # chunks that are embedded between two writes
 _PART_BYTES = 32 << 20
 
@@ -66,7 +68,7 @@ def prepare(
     parts = documents.parts_of(files, settings.fields, _PART_BYTES, problems)
     model = {"path": embedder.path} | embedder.identity
     config = settings.as_json() | {"model": embedder.identity}
-    with Output(out, KIND, config, documents.inputs_of(files)) as output:
+    with Output(out, KIND, config, documents.inputs_of(files), _ADJUSTABLE) as output:
         if (manifest := output.done()) is not None:
             return manifest
         _write_chunks(output, parts, settings, embedder, progress)

@@ -81,7 +81,7 @@ def test_a_build_that_was_killed_embeds_only_what_is_left(tmp_path, embedder, do
     ("content", "options", "error"),
     [
         ("", {}, "IN has no file that can be read"),
-        ('{"text": "  "}\n', {}, "IN has no document with a text"),
+        ('{"text": "  "}\n{"text": ""}\n', {}, "IN has no document with a text"),
         ('{"text": "a b"}\n', {"chunk_tokens": 10**6}, "chunk_tokens is 1000000, must be at most"),
         ('{"text": "a b"}\n', {"ms": 1e-9}, "no index reaches IndexPreparation.recall"),
     ],
@@ -91,6 +91,32 @@ def test_documents_and_settings_that_do_not_fit_are_refused(tmp_path, embedder, 
     settings = dataclasses.replace(SETTINGS, **options)
     with pytest.raises(UserError, match=error):
         build.prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), settings, embedder, lambda *_: None)
+
+
+def test_a_build_whose_goal_was_missed_takes_another_goal_without_embedding_again(tmp_path, embedder, documents):
+    out, embedded = str(tmp_path / "out"), []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(embedder, name)
+
+        def __call__(self, texts, done=lambda count: None):
+            embedded.append(len(texts))
+            return embedder(texts, done)
+
+    def prepare(**options):
+        build.prepare([documents], out, dataclasses.replace(SETTINGS, **options), Counting(), lambda *_: None)
+
+    with pytest.raises(UserError, match="no index reaches .*; lower one or raise the other"):
+        prepare(ms=1e-9)
+    with pytest.raises(UserError, match="other settings .overlap was 8, is 4"):
+        prepare(overlap=4)
+    embedded.clear()
+    prepare(recall=0.5)
+    assert embedded == [SETTINGS.queries]
+    assert json.load(open(os.path.join(out, build.RECORD)))["settings"]["recall"] == 0.5
+    with pytest.raises(UserError, match="other settings .recall was 0.5, is 0.6"):
+        prepare(recall=0.6)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +129,7 @@ def test_documents_and_settings_that_do_not_fit_are_refused(tmp_path, embedder, 
         ({"queries": 3}, "IndexPreparation.queries is 3, must be at least 20"),
         ({"ms": 0.0}, "IndexPreparation.ms is 0.0"),
         ({"encoding": "nonsense"}, "IndexPreparation.encoding"),
+        ({"seed": -1}, "IndexPreparation.seed is -1, must be at least 0"),
     ],
 )
 def test_settings_are_checked(options, error):
