@@ -19,7 +19,7 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
 from capibara.inference.thinking.answering import Thinker
-from capibara.inference.thinking.reward_model import RewardModel
+from capibara.inference.thinking.reward_model import RewardModel, check_head
 from capibara.inference.thinking.strategy import Strategy
 from capibara.interop.open_model import LoadedModel
 from capibara.loading import adapters, opening
@@ -195,6 +195,7 @@ def reward_model(strategy: Strategy | None) -> RewardModel | None:
         raise UserError(f"{type(strategy).__name__}.reward is for one process, and there are {count}: start one alone")
     with PARSING, config.apart():
         loaded = load(path)
+        check_head(path, loaded.model)  # before the template, which other models may lack
         template = chat_of(loaded.dataset).template
     return RewardModel(path, loaded.model, loaded.params, loaded.dataset, template)
 

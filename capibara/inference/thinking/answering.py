@@ -11,7 +11,7 @@ from capibara.inference.engine.engine import Engine
 from capibara.inference.engine.requests.stream import Stream
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.thinking.reward_model import RewardModel
-from capibara.inference.thinking.strategy import Answer, Draft, Draw, Rate, Strategy
+from capibara.inference.thinking.strategy import Answer, Draft, Draw, Rate, Scores, Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ def rate_of(reward: RewardModel | None, prompts: Sequence[Conversation]) -> Rate
     if reward is None:
         return None
 
-    def rate(number: int, texts: Sequence[str]) -> list[list[float]]:
+    def rate(number: int, texts: Sequence[str]) -> list[Scores]:
         try:
             return reward.scores(prompts[number], texts)
         except UserError as error:

@@ -11,7 +11,7 @@ from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
 from capibara.inference.thinking.self_consistency import MOST_SAMPLES, samples_of
-from capibara.inference.thinking.strategy import Answer, Ask, Rate, Strategy
+from capibara.inference.thinking.strategy import Answer, Ask, Rate, Scores, Strategy
 
 
 class StepScores(enum.StrEnum):
@@ -65,12 +65,12 @@ class BestOfN(Strategy):
             answers.append(Answer(draws[best].text, len(draws), tokens, about))
         return answers
 
-    def _reward(self, scores: Sequence[float]) -> float:
-        """One number for the scores of steps; -inf if there are none."""
+    def _reward(self, scores: Scores) -> float:
+        """One number for the scores of an answer; -inf if it has no steps."""
+        if isinstance(scores, float):
+            return scores
         if not scores:
             return -math.inf
-        if len(scores) == 1:  # also of a reward model, which has one score
-            return scores[0]
         match self.steps:
             case StepScores.MIN:
                 return min(scores)

@@ -14,9 +14,18 @@ from capibara.data.chat.formats import Conversation
 from capibara.data.chat.steps import StepsJsonlSource
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
+from capibara.inference.thinking.strategy import Scores
 from capibara.models.api import Head, Model
 
 _SMALLEST_ROW = 32
+
+
+def check_head(path: str, model: Model) -> None:
+    """Raises UserError if a model has logits, not scores."""
+    if model.config.head is not Head.SCORE:
+        raise UserError(
+            f"{path} is no reward model (its head is {str(model.config.head)!r}): train one by --method=reward or process_reward"
+        )
 
 
 class RewardModel:
@@ -28,16 +37,9 @@ class RewardModel:
       params: its parameters, on one device.
       dataset: of its training, whose source says whether it scores steps.
       template: of its chats.
-
-    Raises:
-      UserError: the model has logits.
     """
 
     def __init__(self, path: str, model: Model, params: Params, dataset: Dataset, template: ChatTemplate):
-        if model.config.head is not Head.SCORE:
-            raise UserError(
-                f"{path} is no reward model (its head is {str(model.config.head)!r}): train one by --method=reward or process_reward"
-            )
         self._path, self._params, self._length, self._template = path, params, dataset.length, template
         self._vocabulary, source = dataset.get_vocabulary(), dataset.source
         self._separator = source.separator if isinstance(source, StepsJsonlSource) else None
@@ -47,11 +49,11 @@ class RewardModel:
 
         self._score = jax.jit(score)
 
-    def scores(self, prompt: Conversation, answers: Sequence[str]) -> list[list[float]]:
-        """The scores of each answer to a prompt: one, or one for each step; none if an answer has no steps.
+    def scores(self, prompt: Conversation, answers: Sequence[str]) -> list[Scores]:
+        """The scores of each answer to a prompt: a number, or a list with one for each step.
 
         Raises:
-          UserError: prompt and answer do not fit a row.
+          UserError: prompt and answer do not fit a row, or a score is not finite.
         """
         rendered = [self._rendered(prompt, answer) for answer in answers]
         longest = max(len(ids) for ids, _ in rendered)
@@ -67,7 +69,12 @@ class RewardModel:
             batch["segment_ids"][row, : len(ids)] = 1
         batch["positions"] = np.tile(np.arange(size, dtype=np.int32), (len(answers), 1))
         result = np.asarray(self._score(self._params, batch))
-        return [result[row, ends].tolist() for row, (_, ends) in enumerate(rendered)]
+        scores = [result[row, ends] for row, (_, ends) in enumerate(rendered)]
+        if not all(np.isfinite(values).all() for values in scores):
+            raise UserError(
+                f"{self._path} scores an answer as nan or infinity: name a reward model that has not diverged"
+            )
+        return [float(values[0]) if self._separator is None else values.tolist() for values in scores]
 
     def _rendered(self, prompt: Conversation, answer: str) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of a prompt and an answer, and where scores are read."""

@@ -65,7 +65,8 @@ class Answer:
 
 
 Ask = Callable[[Sequence[Draft]], Sequence[Draw]]  # a text for each draft, in their order
-Rate = Callable[[int, Sequence[str]], Sequence[Sequence[float]]]  # (number of a prompt, answers) -> scores of each
+Scores = float | Sequence[float]  # of an answer as a whole, or of each of its steps
+Rate = Callable[[int, Sequence[str]], Sequence[Scores]]  # (number of a prompt, answers) -> scores of each
 
 
 @dataclasses.dataclass(frozen=True)

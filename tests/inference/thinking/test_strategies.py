@@ -62,14 +62,22 @@ def test_the_highest_reward_wins_by_all_steps_or_one():
 
     def rate(number, texts):
         seen.append((number, list(texts)))
-        return [[float(len(text))] for text in texts]
+        return [float(len(text)) for text in texts]
 
     draws = Model(["<think>long</think> a", "bb", "c", ""])
     first, second = cb.BestOfN(reward="x", samples=2).answers(["?", "!"], draws, rate)
     assert seen == [(0, ["a", "bb"]), (1, ["c", ""])], "the thought has no reward"
     assert first.text == "bb" and second.text == "c" and first.about == {"rewards": [1.0, 2.0]}
     [answer] = cb.BestOfN(reward="x", samples=2).answers(["?"], Model(["", "c"]), lambda n, t: [[], [-5.0]])
-    assert answer.text == "c" and answer.about == {"rewards": [None, -5.0]}
+    assert answer.text == "c" and answer.about == {"rewards": [None, pytest.approx(-5.0 - math.log1p(math.exp(-5.0)))]}
+
+
+@pytest.mark.parametrize("steps", ["product", "min", "last"])
+def test_an_answer_of_one_step_is_compared_with_longer_ones_on_the_same_scale(steps):
+    """The probability that 0.5 is right is 0.62, that both of 3 and 3 are 0.91."""
+    strategy = cb.BestOfN(reward="x", samples=2, steps=steps)
+    [answer] = strategy.answers(["?"], Model(["one", "two"]), lambda number, texts: [[0.5], [3.0, 3.0]])
+    assert answer.text == "two"
 
 
 def test_a_round_has_the_answer_of_the_one_before():
