@@ -37,17 +37,18 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def reward(folder, tmp_path_factory):
-    return save_reward(folder, tmp_path_factory.mktemp("reward"), 3.0)
+    return save_reward(folder, tmp_path_factory.mktemp("reward"))
 
 
-def save_reward(folder, path, factor: float) -> str:
-    """A reward model of random weights, times a factor, with the tokenizer and chat template of the model."""
+def save_reward(folder, path, largest: float = 0.1) -> str:
+    """A reward model of random weights, whose weights of the score are at most `largest`, with the tokenizer and chat template of the model."""
     files = {name: b"" for name in ("tokenizer.json", "tokenizer_config.json")}
     for name in files:
         (path / name).write_bytes(open(f"{folder}/run/{name}", "rb").read())
     files["tokenizer_config.json"] = (path / "tokenizer_config.json").read_bytes()
     scored = dataclasses.replace(CONFIG, head="score")
-    params = jax.tree.map(lambda x: x * factor, jax.jit(api.build(scored).init)(jax.random.key(2)))
+    params = jax.tree.map(lambda x: x * 3, jax.jit(api.build(scored).init)(jax.random.key(2)))
+    params["score"] = params["score"] / abs(params["score"]).max() * largest
     run_folder.save(str(path), params, gin_of.run(scored, str(path), files))
     config.reset()
     return str(path)
@@ -106,7 +107,7 @@ def test_mistakes_in_python_are_named(model, folder, tmp_path):
 
 
 def test_a_reward_model_that_has_diverged_is_named(model, folder, tmp_path):
-    diverged = save_reward(folder, tmp_path, 1e30)
+    diverged = save_reward(folder, tmp_path, largest=3e38)
     with pytest.raises(UserError, match="answers to prompt 1: .* scores an answer as nan or infinity: name a reward"):
         model.think("ab", cb.BestOfN(reward=diverged, samples=2), **DRAWN)
 
