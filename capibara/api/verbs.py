@@ -117,6 +117,7 @@ def evaluate(
     Raises:
       UserError: a task or the model cannot be read.
     """
+    from capibara import config
     from capibara.cli.composition import models, retrieving
     from capibara.evaluation import evaluate as evaluation
     from capibara.evaluation.evaluate import Ours, Task, Validation
@@ -133,6 +134,11 @@ def evaluate(
         raise UserError(
             "tasks must be a dict of names and tasks: try {'qa': cb.EvalTask(files=('qa.jsonl',), metrics=(cb.exact_match,))}"
         )
+    for name in tasks or ():
+        if not isinstance(name, str) or not config.is_scope(name):  # in which metrics find their bindings
+            raise UserError(
+                f"tasks has the name {name!r}, must be of letters, digits and _, without a digit first: try 'qa'"
+            )
     path = stored_path(model)
     if not tasks and not opening.is_run(path):
         raise UserError(

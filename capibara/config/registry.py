@@ -25,6 +25,12 @@ T = TypeVar("T")
 
 in_scope = gin.config_scope  # a context in which `build` prefers the bindings of a scope to those without one
 
+
+def is_scope(name: str) -> bool:
+    """Whether a Gin file can bind values in a scope of this name."""
+    return all(map(gin.config_parser.MODULE_RE.match, name.split("/")))
+
+
 MODULE = {"capibara": "module"}  # metadata of a dataclass field whose value is a Python module to import
 
 MACRO = "gin.macro"

@@ -14,6 +14,8 @@ import pytest
 
 import capibara as cb
 
+QA = cb.EvalTask(files=("qa.jsonl",), metrics=(cb.exact_match,))
+
 
 @pytest.fixture(scope="module")
 def model(folder):
@@ -126,6 +128,9 @@ def test_all_forms_are_one_model_and_leave_again(model, folder, tmp_path):
         (lambda model: cb.merge([model, model], "x", "linear"), "method is 'linear', must be a method"),
         (lambda model: cb.evaluate(model), "is no run, so it has no validation split"),
         (lambda model: cb.evaluate(model, {"qa": "qa.jsonl"}), "tasks must be a dict of names and tasks"),
+        (lambda model: cb.evaluate(model, {"my task": QA}), "tasks has the name 'my task', must be of letters"),
+        (lambda model: cb.evaluate(model, {"": QA}), "tasks has the name '', must be of letters"),
+        (lambda model: cb.evaluate(model, {1: QA}), "tasks has the name 1, must be of letters"),
         (lambda model: cb.evaluate(model, limit="1"), "limit is '1'"),
         (lambda model: cb.compare(model, model, "one text"), "prompts must be several texts"),
         (lambda model: cb.compare("a", "b", ["x"]), "compare takes loaded models"),
