@@ -99,11 +99,13 @@ def test_gates_alone_are_trained_and_become_a_pattern_that_serves(make_trainer, 
 
 def test_a_mesh_trains_the_same_gates(make_trainer, train, tmp_path):
     metrics = []
-    for devices in (1, 2):
-        trainer = make_trainer(steps=3, folder=str(devices), evaluation=Evaluation(every=0))
-        metrics.append(train(trainer, jax.devices()[:devices]).metrics)
+    for devices, sizes in ((1, {}), (4, dict(fsdp=2, tensor=2))):
+        options = dict(plan=Plan(batch_size=8, **sizes), evaluation=Evaluation(every=0), steps=3)
+        metrics.append(train(make_trainer(folder=str(devices), **options), jax.devices()[:devices]).metrics)
     for step in (1, 2, 3):
-        assert metrics[0][step]["loss"] == pytest.approx(metrics[1][step]["loss"], rel=1e-4)
+        for name in ("loss", "distance", "retrieval"):
+            assert metrics[0][step][name] == pytest.approx(metrics[1][step][name], rel=1e-4, abs=1e-7)
+    assert metrics[0][3]["retrieval"] < 0.95 and metrics[0][3]["distance"] > 1e-3
 
 
 @pytest.mark.parametrize(

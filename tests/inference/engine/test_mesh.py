@@ -47,6 +47,9 @@ CONFIGS = {
     "streaming": DecoderConfig(
         **SIZES, streaming=StreamingHeads(heads=((0, 2), (1, 3)), sink_tokens=2, recent_window=6)
     ),
+    "uneven_streaming": DecoderConfig(
+        **SIZES, streaming=StreamingHeads(heads=((0,), (0, 1, 2)), sink_tokens=2, recent_window=6)
+    ),
     "encoder_decoder": EncoderDecoderConfig(**SIZES),
 }
 MESHES = [dict(data=2, fsdp=1), dict(fsdp=1, tensor=2), dict(fsdp=4), dict(data=2, fsdp=1, tensor=2)]
@@ -117,3 +120,8 @@ def test_greedy_texts_are_those_of_one_device(name, config, sizes):
         own = key.sharding.shard_shape(key.shape)
         assert own[1] == key.shape[1] // heads
         assert own[0] == (key.shape[0] if "key_pages" in layer else SLOTS // rows)
+
+
+def test_streaming_heads_that_do_not_divide_a_mesh_give_the_texts_of_one_device():
+    """Three of four stream in one layer, and one in the other."""
+    assert texts("uneven_streaming", dict(fsdp=2, tensor=2))[1] == of_one_device("uneven_streaming")
