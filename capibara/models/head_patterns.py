@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from typing import Any
@@ -29,7 +30,7 @@ def read_streaming_heads(path: str) -> StreamingHeads:
       UserError: there is no such file, or it is no pattern.
     """
     values = _json(path)
-    if not isinstance(values, dict) or {"heads", "sink_tokens", "recent_window"} - values.keys():
+    if {"heads", "sink_tokens", "recent_window"} - values.keys():
         raise UserError(
             f"{path} must have heads, sink_tokens and recent_window: name a file of `capibara prepare streaming_heads`"
         )
@@ -49,13 +50,22 @@ def written(pattern: StreamingHeads, gates_LK: np.ndarray) -> str:
         "sink_tokens": pattern.sink_tokens,
         "recent_window": pattern.recent_window,
         "heads": [list(row) for row in pattern.heads or ()],
-        "gates": [[round(float(gate), 4) for gate in row] for row in gates_LK],
+        "gates": [[None if np.isnan(gate) else round(float(gate), 4) for gate in row] for row in gates_LK],
     }
-    return json.dumps(values) + "\n"
+    return json.dumps(values, allow_nan=False) + "\n"
 
 
 def written_gates(pattern: StreamingHeads, gates_LK: np.ndarray) -> dict[str, str]:
-    """The files of DuoAttention's own form, by name."""
+    """The files of DuoAttention's own form, by name.
+
+    Raises:
+      UserError: a head has no gate, which the form cannot say.
+    """
+    if np.isnan(gates_LK).any():
+        layer = int(np.isnan(gates_LK).any(1).argmax())
+        raise UserError(
+            f"layer {layer} has a window or no attention, and no gates, which --duo_attention needs: leave it out"
+        )
     lines = ["\t".join(f"{float(gate):.4f}" for gate in row) for row in gates_LK]
     sizes = {"sink_size": pattern.sink_tokens, "recent_size": pattern.recent_window}
     return {GATES_FILE: "\n".join(lines) + "\n", "config.json": json.dumps(sizes) + "\n"}
@@ -70,11 +80,14 @@ def read_gates(path: str) -> tuple[np.ndarray, StreamingHeads]:
     values = _json(os.path.join(path, "config.json"))
     name = os.path.join(path, GATES_FILE)
     try:
-        gates_LK = np.loadtxt(name, dtype=np.float32, delimiter="\t", ndmin=2)
+        text = limits.read_text(name)
+        if not text.strip():
+            raise ValueError("it is empty")
+        gates_LK = np.loadtxt(io.StringIO(text), dtype=np.float32, delimiter="\t", ndmin=2)
     except (OSError, ValueError) as error:
         raise UserError(f"{name} cannot be read ({limits.cause(error)}): name a folder with {GATES_FILE}") from None
-    sink, recent = (values.get(key) if isinstance(values, dict) else None for key in ("sink_size", "recent_size"))
-    if not isinstance(sink, int) or not isinstance(recent, int) or not np.isfinite(gates_LK).all():
+    sink, recent = values.get("sink_size"), values.get("recent_size")
+    if type(sink) is not int or type(recent) is not int or not np.isfinite(gates_LK).all():
         raise UserError(f"{path} must have finite gates, and config.json sink_size and recent_size: copy it again")
     return np.clip(gates_LK, 0, 1), StreamingHeads(sink_tokens=sink, recent_window=recent)
 
@@ -106,11 +119,8 @@ def streaming(gates_LK: np.ndarray, *, share: float | None, threshold: float | N
     return tuple(tuple(np.flatnonzero(row).tolist()) for row in gated & ~retrieves)
 
 
-def _json(path: str) -> Any:
+def _json(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({limits.cause(error)}): name a file of `capibara prepare streaming_heads`"
-        ) from None
+        return limits.read_json(path, limits.SMALL_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist: name a file of `capibara prepare streaming_heads`") from None

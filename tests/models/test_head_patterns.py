@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import numpy as np
 import pytest
 
@@ -30,15 +33,39 @@ def test_the_smallest_gates_stream(how, heads):
 def test_a_pattern_is_read_as_it_was_written(tmp_path):
     pattern = StreamingHeads(heads=((1, 2), ()), sink_tokens=7, recent_window=9)
     path = tmp_path / head_patterns.FILE
-    path.write_text(head_patterns.written(pattern, GATES[::2]))
+    path.write_text(head_patterns.written(pattern, GATES))
     assert head_patterns.read_streaming_heads(str(path)) == pattern
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["gates"][1] == [None, None, None]
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(UserError, match="is a pipe, must be a regular file"):
+        head_patterns.read_streaming_heads(str(tmp_path / "pipe.json"))
+
+
+def test_layers_without_gates_have_no_place_in_the_form_of_the_duo_attention_project():
+    pattern = StreamingHeads(heads=((1, 2), (), (0,)))
+    with pytest.raises(UserError, match="layer 1 has a window or no attention, and no gates, .*: leave it out"):
+        head_patterns.written_gates(pattern, GATES)
+    assert head_patterns.written_gates(pattern, GATES[::2])["full_attention_heads.tsv"].startswith("0.9000\t0.2000")
+
+
+@pytest.mark.parametrize("text", ["", "nan\t0.5\n", "a\tb\n", "0.5\t0.5\n0.5\n"])
+def test_gates_that_are_no_numbers_are_refused(tmp_path, text):
+    (tmp_path / "full_attention_heads.tsv").write_text(text)
+    (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 256}')
+    with pytest.raises(UserError, match="must have finite gates|full_attention_heads.tsv cannot be read"):
+        head_patterns.read_gates(str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "must have heads, sink_tokens and recent_window"),
+        ('{"heads":' * 100_000, "is nested"),
+        ("[]", "is no JSON object"),
+        ("{}", "must have heads, sink_tokens and recent_window"),
         ('{"heads": [[0]], "sink_tokens": 1}', "must have heads, sink_tokens and recent_window"),
         ('{"heads": [["0"]], "sink_tokens": 1, "recent_window": 2}', "must have lists of heads' numbers"),
         ('{"heads": [0], "sink_tokens": 1, "recent_window": 2}', "must have lists of heads' numbers"),
@@ -73,7 +100,7 @@ def test_gates_of_the_duo_attention_project_become_a_pattern(tmp_path, capsys):
         (["--run=x", "--gates=y"], "exactly one of --run and --gates is needed"),
         (["--gates=x"], "--output is missing"),
         (["--gates={folder}", "--output={folder}/x", "--share=0.5"], "full_attention_heads.tsv cannot be read"),
-        (["--gates=missing", "--output={folder}/x", "--share=0.5"], "missing/config.json cannot be read"),
+        (["--gates=missing", "--output={folder}/x", "--share=0.5"], "missing/config.json does not exist: name a"),
     ],
 )
 def test_bad_flags_are_refused(tmp_path, argv, message):

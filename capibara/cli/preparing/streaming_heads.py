@@ -50,8 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {name: getattr(args, name) for name in ("sink_tokens", "recent_window") if getattr(args, name) is not None}
     heads = head_patterns.streaming(gates_LK, share=args.share, threshold=args.threshold)
     pattern = dataclasses.replace(sizes, heads=heads, **given)
+    gates_files = head_patterns.written_gates(pattern, gates_LK) if args.duo_attention else {}
     outputs.save(args.output, head_patterns.written(pattern, gates_LK))
-    for name, text in head_patterns.written_gates(pattern, gates_LK).items() if args.duo_attention else ():
+    for name, text in gates_files.items():
         outputs.save(os.path.join(args.duo_attention, name), text)
     count = sum(map(len, heads))
     print(
