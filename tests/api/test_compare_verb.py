@@ -8,6 +8,7 @@ import pytest
 
 from capibara import config
 from capibara.cli import compare
+from capibara.cli.arguments import comparing
 from capibara.multihost import exits
 
 
@@ -71,3 +72,14 @@ def test_a_mistake_is_one_line(folder, tmp_path, capfd, text, name, flags, messa
     assert run(f"{folder}/hf", f"{folder}/hf", f"--prompts={tmp_path / name}", *flags) == 2
     out, err = capfd.readouterr()
     assert out == "" and message in err.splitlines()[-1], err
+
+
+def test_prompts_that_are_not_there_are_named(folder, tmp_path, capfd):
+    assert run(f"{folder}/hf", f"{folder}/hf", f"--prompts={tmp_path}/none.txt") == 2
+    assert f"--prompts={tmp_path}/none.txt does not exist: name a file of prompts" in capfd.readouterr().err
+
+
+def test_a_line_ends_with_a_line_feed_alone(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("one\u2028still one\r\ntwo\n".encode())
+    assert comparing.read(str(path), needs_answers=False)[0] == ["one\u2028still one", "two"]

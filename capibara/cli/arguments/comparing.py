@@ -18,8 +18,12 @@ def read(path: str, needs_answers: bool) -> tuple[list[str], list[str]]:
     """The prompts of a file, each once, and their answers, empty where it has none."""
     from capibara.core import limits
 
+    try:
+        text = limits.read_text(path, limits.TEXT_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"--prompts={path} does not exist: name a file of prompts") from None
     prompts: dict[str, str] = {}
-    for number, line in enumerate(limits.read_text(path, limits.TEXT_BYTES).splitlines(), 1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):  # splitlines would split at U+2028, too
         if not line.strip():
             continue
         record: Any = {"prompt": line}

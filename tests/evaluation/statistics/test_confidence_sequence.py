@@ -56,6 +56,35 @@ def test_the_interval_has_the_mean_at_every_look_and_narrows():
     assert misses <= 10 and width < 0.6
 
 
+def capital(values, mean, alpha):
+    """The largest log capital so far of the hedged gambler, divided by two: section 4 of the paper, one number at a time."""
+    larger = smaller = 0.0
+    total, squares, count, best = 0.5, 0.25, 0, -np.inf
+    for value in values:
+        count += 1
+        bet = np.sqrt(2 * np.log(2 / alpha) / (squares * np.log(count + 1)))
+        larger += np.log(1 + min(bet, 0.5 / mean) * (value - mean))
+        smaller += np.log(1 - min(bet, 0.5 / (1 - mean)) * (value - mean))
+        best = max(best, larger - np.log(2), smaller - np.log(2))
+        total += value
+        squares += (value - total / (count + 1)) ** 2
+    return best
+
+
+def test_the_interval_is_that_of_an_independent_statement():
+    alpha, rng = 0.1, np.random.default_rng(3)
+    differences = rng.choice([-2.0, 0.0, 2.0], 120, p=[0.1, 0.3, 0.6])
+    sequence = ConfidenceSequence(2.0, alpha)
+    for value in differences:
+        sequence.add(value)
+    values = (differences / 2 + 1) / 2
+    means = np.linspace(0, 1, 2001)[1:-1]
+    inside = [4 * mean - 2 for mean in means if capital(values, mean, alpha) < np.log(1 / alpha)]
+    bound = sequence.bound
+    assert (bound.low, bound.high) == pytest.approx((inside[0] - 0.002, inside[-1] + 0.002))  # by a candidate wider
+    assert bound.p_value == pytest.approx(np.exp(-capital(values, 0.5, alpha)), rel=1e-9)
+
+
 def test_a_difference_is_told_and_its_size_and_sign():
     for sign in (1, -1):
         sequence, rng = ConfidenceSequence(2.0, 0.05), np.random.default_rng(2)
