@@ -49,10 +49,16 @@ class Answers:
 def test_a_sequential_comparison_asks_no_more_than_it_needs():
     models, prompts = (Answers("one"), Answers("two")), [str(number) for number in range(200)]
     better = lambda prompt, answer: float(answer.startswith("two") or int(prompt) % 2)  # noqa: E731
-    result = compare(*models, prompts, score=better, stopping=SequentialStopping(every=4))
+    result = compare(*models, prompts, score=better, stopping=SequentialStopping(every=5))
     assert result.stopped.reason is Reason.DIFFERENT and result.stopped.bound.low > 0
     asked = result.stopped.asked
-    assert asked < 60 and asked % 4 == 0 and result.stopped.saved == 2 * (200 - asked)
+    assert asked < 60 and result.stopped.saved == 2 * (200 - asked)
+    stopping, looks = SequentialStopping(), []
+    sequence = stopping.sequence()
+    for count, scores in enumerate(zip(*result.scores), 1):
+        sequence.add(scores[1] - scores[0])
+        looks += [count] if stopping.reason(sequence.bound) and count % 5 == 0 else []
+    assert looks == [asked], "the first look at which the difference is known, after every five prompts"
     assert list(result.prompts) == models[0].asked == models[1].asked and len(set(result.prompts)) == asked
     assert result.prompts != tuple(prompts[:asked]), "prompts are asked in a random order"
     assert result.answers[1] == tuple(f"two {prompt}" for prompt in result.prompts) and min(result.scores[1]) == 1

@@ -68,6 +68,8 @@ def test_the_highest_reward_wins_by_all_steps_or_one():
     first, second = cb.BestOfN(reward="x", samples=2).answers(["?", "!"], draws, rate)
     assert seen == [(0, ["a", "bb"]), (1, ["c", ""])], "the thought has no reward"
     assert first.text == "bb" and second.text == "c" and first.about == {"rewards": [1.0, 2.0]}
+    [answer] = cb.BestOfN(reward="x", samples=3).answers(["?"], Model(["a", "bb", "cc"]), rate)
+    assert answer.text == "bb", "of equal rewards the first"
     [answer] = cb.BestOfN(reward="x", samples=2).answers(["?"], Model(["", "c"]), lambda n, t: [[], [-5.0]])
     assert answer.text == "c" and answer.about == {"rewards": [None, pytest.approx(-5.0 - math.log1p(math.exp(-5.0)))]}
 
