@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 from types import SimpleNamespace
 
@@ -136,6 +138,24 @@ def test_a_chunk_that_does_not_fit_a_row_is_named(dataset):
     prompts = Prompts(MemoryAgent(chunk_tokens=60, update=AGENT.update, answer=AGENT.answer), dataset, None)
     with pytest.raises(UserError, match="book: the conversation of a chunk needs .* lower MemoryAgent.chunk_tokens"):
         Reading(prompts, TEXT * 9, "?", Sampling(max_new_tokens=4), where="book")
+
+
+@pytest.mark.parametrize(
+    ("answer_tokens", "longest"),
+    [
+        (4, len("Q:who? M:" + "m" * 6 + " T:" + "0" * 10 + " N:") + 6),  # a whole chunk, and the next memory
+        (40, len("Q:who? M:" + "m" * 6 + " A:") + 40),
+    ],
+    ids=["chunk", "answer"],
+)
+def test_rows_hold_the_longest_conversation_and_no_less(dataset, answer_tokens, longest):
+    sampling = Sampling(max_new_tokens=answer_tokens)
+    for length in (longest, longest - 1):
+        prompts = Prompts(AGENT, dataclasses.replace(dataset, length=length), None)
+        with (
+            contextlib.nullcontext() if length == longest else pytest.raises(UserError, match=f"needs {longest} tokens")
+        ):
+            Reading(prompts, TEXT, "who?", sampling, where="book")
 
 
 def test_a_template_that_hides_the_message_is_named(dataset, toy_tokenizer, tmp_path):
