@@ -107,9 +107,8 @@ def chosen(
             )
             for draft in drafts
         ]
-        tag = task.sampling.thinking_tags[1]
         return [
-            Draw(line["prediction"], len(line["tokens"]), tag)
+            Draw(line["prediction"], len(line["tokens"]), task.sampling.thinking_tags)
             for line in ask(subject, name, questions, generate_each, recorded, show)
         ]
 

@@ -72,7 +72,7 @@ def _drawn(engine: Engine, asked: Sequence[Asked], drafts: Sequence[Draft]) -> l
             stream.cancel()
         raise
     return [
-        Draw(result.lead + result.text, len(result.tokens), asked[draft.number].sampling.thinking_tags[1])
+        Draw(result.lead + result.text, len(result.tokens), asked[draft.number].sampling.thinking_tags)
         for result, draft in zip(results, drafts)
     ]
 

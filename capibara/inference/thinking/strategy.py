@@ -34,17 +34,19 @@ class Draw:
     Attributes:
       text: all of it.
       tokens: how many it has.
-      closing_tag: the end of a thought.
+      tags: the opening and the closing tag of a thought.
     """
 
     text: str
     tokens: int
-    closing_tag: str
+    tags: tuple[str, str]
 
     @property
     def answer(self) -> str:
-        """The text after its thought, without white space around it."""
-        return self.text.rpartition(self.closing_tag)[2].strip()
+        """The text after its thought, without white space around it; empty if the thought has not ended."""
+        opening, closing = self.tags
+        _, _, rest = self.text.rpartition(closing)
+        return "" if opening in rest else rest.strip()
 
 
 @dataclasses.dataclass(frozen=True)

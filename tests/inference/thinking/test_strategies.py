@@ -22,7 +22,7 @@ class Model:
     def __call__(self, drafts):
         self.asked.append([(draft.number, draft.text, draft.sample) for draft in drafts])
         texts = self.texts[len(self.asked) - 1]
-        return [Draw(text, len(text), "</think>") for text in texts]
+        return [Draw(text, len(text), ("<think>", "</think>")) for text in texts]
 
 
 def test_most_votes_win_and_a_tie_is_told():
@@ -45,6 +45,15 @@ def test_a_pattern_says_what_a_text_votes_for():
     assert answer.text == "it is 12." and answer.about["answers"] == {"2": 1}
     [answer] = cb.SelfConsistency(samples=4, pattern="z").answers(["?"], Model(texts), None)
     assert answer.text == texts[0] and answer.about == {"votes": 0, "tie": False, "answers": {}}
+
+
+def test_a_thought_that_has_not_ended_is_no_answer():
+    texts = ["<think>maybe 3, or 3", "<think>no 3</think>4 <think>or 3", "<think>3</think>5"]
+    [answer] = cb.SelfConsistency(samples=3, pattern=r"\d").answers(["?"], Model(texts), None)
+    assert answer.text == texts[2] and answer.about["answers"] == {"5": 1}
+    model = Model(["<think>so far"], ["7"])
+    [answer] = cb.Rounds(again="{prompt}|{answer}|").answers(["?"], model, None)
+    assert model.asked[1] == [(0, "?||", 0)] and answer.about == {"answers": ["", "7"]}
 
 
 def test_the_highest_reward_wins_by_all_steps_or_one():
