@@ -164,6 +164,8 @@ def compare(
         answers = (_answers(first, asked, options), _answers(second, asked, options))
         scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
         result = Comparison(_names(first, second), asked, answers, scores)
+    elif not isinstance(stopping, SequentialStopping):
+        raise UserError(f"stopping is {stopping!r}, must be cb.SequentialStopping(...), or None: all prompts are asked")
     elif score is None:
         raise UserError("stopping needs scores: give score=function of (prompt, answer), or leave stopping out")
     else:

@@ -113,7 +113,7 @@ class LanguageModel(ScoredModel):
                 raise UserError(
                     "stream and tools are not for a document, which is read in many conversations: leave them out"
                 )
-            return _read(self, document, prompt, memory or MemoryAgent(), options, adapter)
+            return _read(self, document, prompt, MemoryAgent() if memory is None else memory, options, adapter)
         if memory is not None:
             raise UserError("memory is for reading a document: give document, or leave memory out")
         if tools is not None and messages is None:
@@ -242,6 +242,10 @@ def _read(
     model: LanguageModel, document: str, prompt: object, memory: MemoryAgent, options: Sampling, adapter: str | None
 ) -> str:
     """The answer to a question about a document that is read with a memory."""
+    if not isinstance(document, str):
+        raise UserError(f"document is {short(document)}, must be a text")
+    if not isinstance(memory, MemoryAgent):
+        raise UserError(f"memory is {short(memory)}, must be cb.MemoryAgent(...), or None: the defaults")
     texts, messages = _asked(prompt)
     asked = texts if messages is None else [message.get("content") for message in messages]
     if len(asked) != 1 or not isinstance(question := asked[0], str):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.api.stored import Loaded, path_of, stored_path
+from capibara.core.types import UserError
 
 if TYPE_CHECKING:
     from capibara.retrieval.index import Index
@@ -31,9 +32,13 @@ def prepare_index(
     from capibara.retrieval import build
     from capibara.retrieval.settings import IndexPreparation
 
-    settings = settings or IndexPreparation()
+    settings = IndexPreparation() if settings is None else settings
+    if not isinstance(settings, IndexPreparation):
+        raise UserError(f"settings is {settings!r}, must be cb.IndexPreparation(...), or None: the defaults")
+    patterns = [inputs] if isinstance(inputs, str) else inputs
+    if not isinstance(patterns, Sequence) or not all(isinstance(item, str) for item in patterns):
+        raise UserError(f"inputs is {inputs!r}, must be a file, folder, glob or address, or a list of them: try 'docs'")
     embedder = retrieving.embedder(stored_path(model), settings.pooling)
-    patterns = [inputs] if isinstance(inputs, str) else [*inputs]
     return build.prepare(patterns, out, settings, embedder, lambda topic, detail: None).as_json()
 
 

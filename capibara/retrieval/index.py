@@ -176,8 +176,12 @@ class Index:
         """`search` of several queries at once.
 
         Raises:
-          UserError: k is below 1, a query is empty, or has more tokens than the model reads.
+          UserError: k is below 1, a query is no text or empty, or has more tokens than the model reads.
         """
+        if isinstance(queries, str) or not all(isinstance(query, str) for query in queries):
+            raise UserError(
+                f"the queries are {limits.shortened(queries)}, must be texts: search several by a list of them"
+            )
         if type(k) is not int or k < 1:
             raise UserError(f"k is {k!r}, must be a number of at least 1: try 4")
         if not queries:

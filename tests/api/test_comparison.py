@@ -88,3 +88,8 @@ def test_a_sequential_comparison_without_a_difference_asks_all():
 def test_what_a_sequential_comparison_needs_is_named(score, message):
     with pytest.raises(UserError, match=message):
         compare(Answers("one"), Answers("two"), ["a"], score=score, stopping=SequentialStopping())
+
+
+def test_what_is_no_stopping_is_named():
+    with pytest.raises(UserError, match="stopping is 5, must be cb.SequentialStopping"):
+        compare(Answers("one"), Answers("two"), ["a"], score=lambda *_: 1.0, stopping=5)

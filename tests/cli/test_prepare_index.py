@@ -8,6 +8,7 @@ import os
 import pytest
 
 import capibara as cb
+from capibara.core.types import UserError
 from capibara.multihost.exits import EXIT_SKIPPED, EXIT_USER_ERROR, run_verb
 from capibara.prepare import main
 from tests.retrieval.conftest import documents, embedder, folder, model  # noqa: F401 - fixtures
@@ -36,6 +37,13 @@ def test_python_makes_the_same_index(documents, model, tmp_path):  # noqa: F811
     settings = cb.IndexPreparation(chunk_tokens=64, overlap=8, queries=40, recall=0.5, ms=1000.0)
     manifest = cb.prepare_index(documents, str(tmp_path / "index"), model, settings)
     assert manifest["counts"]["chunks"] > 400
+    for inputs, given, message in (
+        (documents, {}, "settings is {}, must be cb.IndexPreparation"),
+        (5, None, "inputs is 5, must be a file, folder, glob or address"),
+        ([documents, 5], None, "must be a file, folder, glob or address, or a list"),
+    ):
+        with pytest.raises(UserError, match=message):
+            cb.prepare_index(inputs, str(tmp_path / "other"), model, given)
 
 
 @pytest.mark.parametrize(

@@ -96,12 +96,18 @@ def test_a_model_that_was_moved_is_the_same(folder, model, tmp_path):
     [
         ("river", 0, "k is 0, must be a number of at least 1"),
         (" ", 3, "a query is empty"),
+        (5, 3, "the queries are .5., must be texts"),
         ("a" * 5000, 3, "must have at most"),
     ],
 )
 def test_queries_are_checked(folder, embedder, query, k, error):
     with pytest.raises(UserError, match=error):
         Index(IndexFolder.open(folder), embedder).search(query, k)
+
+
+def test_one_text_is_not_taken_for_several(folder, embedder):
+    with pytest.raises(UserError, match="the queries are 'river', must be texts: search several by a list"):
+        Index(IndexFolder.open(folder), embedder).search_many("river")
 
 
 def test_a_missing_extra_is_named(folder, embedder, monkeypatch):

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from capibara.core import fields
 from capibara.core.types import UserError
 from capibara.evaluation.statistics.confidence_sequence import Bound, ConfidenceSequence
 
@@ -32,6 +33,7 @@ class SequentialStopping:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        fields.check(self)
         if not 0 < self.alpha < 1:
             raise UserError(f"SequentialStopping.alpha is {self.alpha}, must be above 0 and below 1: try 0.05")
         if self.every < 1:

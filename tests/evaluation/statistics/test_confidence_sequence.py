@@ -115,6 +115,8 @@ def test_a_comparison_stops_for_one_of_two_reasons():
         ({"alpha": 0.0}, "alpha is 0.0, must be above 0 and below 1"),
         ({"alpha": float("nan")}, "alpha is nan, must be above 0"),
         ({"every": 0}, "every is 0, must be at least 1"),
+        ({"alpha": "x"}, "alpha \\('x'\\) must be float, not str"),
+        ({"every": 1.5}, "every \\(1.5\\) must be int, not float"),
         ({"scores": (1.0, 1.0)}, "scores is \\(1.0, 1.0\\), must be a least and a larger number"),
         ({"negligible": 1.5}, "negligible is 1.5, must be above 0 and below 1"),
         ({"seed": -1}, "seed is -1, must be at least 0"),

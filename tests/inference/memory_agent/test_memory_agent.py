@@ -218,6 +218,8 @@ def test_python_reads_a_document_or_names_the_mistake(model):
         ("who?", {"stream": True}, "stream and tools are not for a document"),
         (["a", "b"], {}, "the prompt of a document must be a text or one message"),
         ("who?", {"document": None}, "memory is for reading a document"),
+        ("who?", {"document": 5}, "document is 5, must be a text"),
+        ("who?", {"memory": "notes"}, "memory is 'notes', must be cb.MemoryAgent"),
         ("who?", {"num_decodes": 2, "temperature": 1.0}, "Sampling.num_decodes is 2"),
     ):
         with pytest.raises(UserError, match=message):
