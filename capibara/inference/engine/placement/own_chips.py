@@ -40,12 +40,12 @@ class Where(enum.StrEnum):
     ALL = "all"
 
 
-def free_bytes(reserved: int = 0) -> int | None:
-    """Free memory of this process's fullest device; None: the devices do not report it.
+def free_bytes(reserved: int = 0, devices: Sequence[jax.Device] | None = None) -> int | None:
+    """Free memory of the fullest device; None: the devices do not report it.
 
-    `reserved`: memory that a concurrent program will need.
+    `reserved`: memory that a concurrent program will need; `devices`: None: all of this process.
     """
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    stats = [device.memory_stats() or {} for device in devices or jax.local_devices()]
     if not all("bytes_limit" in item and "bytes_in_use" in item for item in stats):
         return None
     return min(item["bytes_limit"] - item["bytes_in_use"] for item in stats) - reserved
@@ -59,6 +59,7 @@ def found(
     length: int,
     encoder_length: int | None = None,
     free: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
 ) -> PyTree | None:
     """Shardings of the plain model's parameters on this process's own chips; None: they do not fit.
 
@@ -71,13 +72,14 @@ def found(
       where: which chips to use.
       config, length, encoder_length: of the engine.
       free: least free memory of any device of all processes; None: unknown, assumed sufficient.
+      devices: the chips; None: all of this process.
 
     Raises:
       UserError: the mesh is impossible, or they do not fit where they must.
     """
     if where is Where.ALL:
         return None
-    devices, model = jax.local_devices(), model.plain
+    devices, model = devices or jax.local_devices(), model.plain
     slots = footprint.state_bytes(model, config, length, encoder_length)
     least = math.inf
     for tensor in _tensor_sizes(mesh, devices):
@@ -140,9 +142,8 @@ class OwnChips:
     def __call__(self, params: Params) -> Params:
         """The plain model's parameters, in the compute dtype."""
         params = self._computed(params)
-        if jax.process_count() == 1:
-            return jax.device_put(params, self._layout)
-        return jax.tree.map(_moved_to, params, self._layout)
+        move = _moved if jax.process_count() == 1 else _moved_to
+        return jax.tree.map(move, params, self._layout)
 
     def _computed(self, params: Params) -> Params:
         """On training's mesh: usually smaller, and without replicas."""
@@ -169,6 +170,35 @@ def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params],
     model, plain = same.model, same.model.plain
     shardings = None if mesh is None else sharding.shardings(mesh, rules, plain.axes)
     return jax.jit(lambda params: plain.computed(model.merge(params)), out_shardings=shardings)
+
+
+def _moved(x: jax.Array, target: Sharding) -> jax.Array:
+    """Copies an array to other devices of this process, from device to device.
+
+    Where no device of the source has a shard of the target, `jax.device_put` reads the whole array to the host first.
+    """
+    if x.sharding.device_set == target.device_set or not isinstance(x.sharding, NamedSharding):
+        return jax.device_put(x, target)
+    devices = _mesh_of(x.sharding).devices.flatten()
+    sizes = {axis: _mesh_of(target).shape[axis] for axis in _axes_of(target)}
+    if not sizes or len(devices) % math.prod(sizes.values()):
+        whole = _resharded(NamedSharding(Mesh(devices, ("copies",)), PartitionSpec()))(x)
+        return jax.device_put(whole.addressable_data(0), target)
+    assert isinstance(target, NamedSharding)
+    mesh = Mesh(devices.reshape(-1, *sizes.values()), ("copies", *sizes))
+    return jax.device_put(_resharded(NamedSharding(mesh, target.spec))(x), target)
+
+
+def _axes_of(target: Sharding) -> list[str]:
+    """The mesh axes that divide an array."""
+    spec = target.spec if isinstance(target, NamedSharding) else ()
+    parts = [(part,) if isinstance(part, str) else part or () for part in spec]
+    return [axis for part in parts for axis in part]
+
+
+@functools.lru_cache(maxsize=512)  # one for each layout of an array
+def _resharded(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=target)
 
 
 def _moved_to(x: jax.Array, target: Sharding) -> jax.Array:

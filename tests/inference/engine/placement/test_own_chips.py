@@ -71,6 +71,36 @@ def test_what_comes_to_the_chips_is_the_merged_model_in_the_compute_dtype(lora):
             np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("source", "chips", "asked"),
+    [
+        (slice(0, 4), slice(4, 8), ServingMesh()),
+        (slice(0, 4), slice(4, 8), ServingMesh(tensor=2, data=2)),
+        (slice(0, 4), slice(4, 5), ServingMesh()),
+        (slice(0, 2), slice(4, 8), ServingMesh(tensor=4)),  # too few to have a shard of the target each
+    ],
+)
+def test_parameters_come_to_other_chips_without_the_host(monkeypatch, source, chips, asked):
+    model = api.build(DecoderConfig(**SIZES))
+    mesh = sharding.make_mesh(Plan(batch_size=8), jax.devices()[source])
+    params = jax.jit(model.init)(jax.random.key(0))
+    want = jax.device_get(model.computed(params))
+    spread = jax.device_put(params, sharding.shardings(mesh, sharding.Rules(), model.axes))
+    layout = own_chips.found(model, asked, Where.OWN, BATCHING, LENGTH, devices=jax.devices()[chips])
+
+    def read(x):
+        raise AssertionError("an array was read to the host")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(spread["embedding"]), "_value", property(read))
+        with pytest.raises(AssertionError, match="to the host"):
+            jax.device_get(spread)
+        got = jax.block_until_ready(OwnChips(model, layout)(spread))
+    for a, b, at in zip(*map(jax.tree.leaves, (got, want, layout)), strict=True):
+        assert a.sharding.is_equivalent_to(at, a.ndim)
+        np.testing.assert_array_equal(a, b)
+
+
 def test_devices_that_say_nothing_have_room():
     assert own_chips.free_bytes() is None
 
