@@ -6,7 +6,7 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -15,7 +15,7 @@ from capibara import sharding
 from capibara.core.fields import returned
 from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
-from capibara.data.pipeline.loader import Loader
+from capibara.data.pipeline.loader import Loader, Position
 from capibara.models.api import Model, TransformerConfig
 from capibara.objectives.base import Objective
 from capibara.sharding import Plan, RematPolicy
@@ -82,6 +82,18 @@ class RunParts:
     reporter: Reporter
 
 
+class ReadAhead(NamedTuple):
+    """The data of a run whose provider reads more of it than the steps have had.
+
+    Attributes:
+      state: the loader's state before what no step has had, for a checkpoint.
+      position: the loader's position before the current batch.
+    """
+
+    state: Mapping[str, Any]
+    position: Position
+
+
 class BatchProvider(abc.ABC):
     """Makes the batches of a run's steps, if the loss needs more than the loader's batches."""
 
@@ -111,6 +123,14 @@ class BatchProvider(abc.ABC):
     @abc.abstractmethod
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, as JSON; the same on all processes."""
+
+    @property
+    def read_ahead(self) -> ReadAhead | None:
+        """The data that steps have had; None: the loader's state says it."""
+        return None
+
+    def close(self) -> None:
+        """Stops what works beside the steps, until the next `begin`."""
 
     def takes_long(self, step: int) -> bool:
         """Whether the devices make the batch of a step, which is not counted as time of the step."""

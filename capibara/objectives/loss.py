@@ -55,11 +55,13 @@ class Loss(abc.ABC):
       data_format: the format of the sources that it supports.
       means: metrics of a step that a log averages over its steps.
       reads_values: whether it reads the values of a model's value head.
+      rollout_devices: how many devices of a run draw answers and do not train.
     """
 
     data_format: DataFormat = DataFormat.TEXTS
     means: tuple[str, ...] = ()
     reads_values: bool = False
+    rollout_devices: int = 0
 
     @property
     def rows_of_a_prompt(self) -> int:
@@ -113,6 +115,10 @@ class Loss(abc.ABC):
                 f"{name}.head is 'score', of a reward model, and Trainer.loss is {loss}: set Trainer.loss = @Reward(), or "
                 f"{name}.head = 'tied' or 'separate'"
             )
+
+    def training_devices(self, count: int) -> int:
+        """How many of `count` devices of a run train: the first ones; raises UserError if none is left."""
+        return count
 
     def check_mesh(self, mesh: Mesh, rules: Rules) -> None:
         """Raises UserError if the loss does not run on this mesh."""

@@ -131,10 +131,11 @@ class Answerer:
     Args:
       run: parts of a run on prompts.
       grpo: options of generation and rewards.
+      devices: the engine's, as for `Generator`.
     """
 
-    def __init__(self, run: RunParts, grpo: Answering):
-        self._run, self._grpo, self._generator = run, grpo, Generator(run, grpo)
+    def __init__(self, run: RunParts, grpo: Answering, devices: Sequence[jax.Device] = ()):
+        self._run, self._grpo, self._generator = run, grpo, Generator(run, grpo, devices=devices)
         splits = ("train", "validation") if run.evaluates else ("train",)
         self._documents = {split: prompt_documents(run.dataset, split) for split in splits}
 
@@ -145,6 +146,14 @@ class Answerer:
     def load(self, params: Params) -> None:
         """Loads parameters into the engine; all processes call it."""
         self._generator.load(params)
+
+    def copied(self, params: Params) -> Params:
+        """As `Generator.copied`."""
+        return self._generator.copied(params)
+
+    def use(self, copied: Params) -> None:
+        """As `Generator.use`."""
+        self._generator.use(copied)
 
     def answers(
         self, split: str, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], what: str

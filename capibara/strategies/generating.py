@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -9,6 +10,7 @@ from typing import NamedTuple, Protocol
 import jax
 import numpy as np
 
+from capibara.core.interrupt import Interrupted
 from capibara.core.types import Params
 from capibara.data.dataset import Dataset
 from capibara.inference.calls.dialect import Dialect
@@ -56,33 +58,55 @@ class Generator:
       run: parts of a run.
       options: of the generation.
       model: the model that answers; None: the run's.
+      devices: the engine's, of this process; empty: as `options.where` says.
 
     Attributes:
       chat: the tokenizer and the chat template.
     """
 
-    def __init__(self, run: RunParts, options: Generating, model: Model | None = None):
-        self._run, self._options = run, options
+    def __init__(
+        self, run: RunParts, options: Generating, model: Model | None = None, devices: Sequence[jax.Device] = ()
+    ):
+        self._run, self._options, self._devices = run, options, devices
         self._model = run.model if model is None else model
         self.chat = chat.of_run(run.dataset, type(options).__name__)
         self._engine: Engine | None = None
-        self._own: OwnChips | None = None
 
     def load(self, params: Params) -> None:
         """Loads parameters into the engine; all processes call it."""
+        self.use(self.copied(params))
+
+    def copied(self, params: Params) -> Params:
+        """Parameters for `use`: in the compute dtype on the engine's chips, if it has its own; all processes call it."""
         jax.block_until_ready(params)
+        return params if self._own is None else self._own(params)
+
+    def use(self, copied: Params) -> None:
+        """Loads parameters from `copied` into the engine."""
         if self._engine is not None:
-            self._engine.update(params if self._own is None else self._own(params))
+            self._engine.update(copied)
             return
         options, dataset, rules = self._options, self._run.dataset, self._run.plan.rules
-        free = self._free_bytes()
-        layout = own_chips.found(self._model, options.mesh, options.where, options.engine, dataset.length, free=free)
         vocabulary = dataset.get_vocabulary()
-        if layout is None:
-            self._engine = Engine(self._model, params, vocabulary, dataset.length, options.engine, rules=rules)
+        if self._own is None:
+            self._engine = Engine(self._model, copied, vocabulary, dataset.length, options.engine, rules=rules)
         else:
-            self._own = OwnChips(self._model, layout, rules)
-            self._engine = Engine(self._model.plain, self._own(params), vocabulary, dataset.length, options.engine)
+            self._engine = Engine(self._model.plain, copied, vocabulary, dataset.length, options.engine)
+
+    @functools.cached_property
+    def _own(self) -> OwnChips | None:
+        """Copies to the engine's own chips; None: it uses those of all processes."""
+        options, rules = self._options, self._run.plan.rules
+        layout = own_chips.found(
+            self._model,
+            options.mesh,
+            Where.OWN if self._devices else options.where,
+            options.engine,
+            self._run.dataset.length,
+            free=self._free_bytes(),
+            devices=self._devices,
+        )
+        return None if layout is None else OwnChips(self._model, layout, rules)
 
     @property
     def _loaded(self) -> Engine:
@@ -90,8 +114,9 @@ class Generator:
         return self._engine
 
     def _free_bytes(self) -> int | None:
-        """Free memory of a device, on every process, beside the train step."""
-        free = hosts.gathered(own_chips.free_bytes(self._run.step_temp_bytes))
+        """Free memory of a device, on every process, beside the train step where that has the same devices."""
+        reserved = 0 if self._devices else self._run.step_temp_bytes
+        free = hosts.gathered(own_chips.free_bytes(reserved, self._devices))
         return None if None in free else min(free)
 
     def streams(
@@ -116,7 +141,12 @@ class Generator:
         streams: dict[int, list[Stream]] = {}
         for row, _, ids in self.share(prompts):
             streams[row] = [self._loaded.submit(ids, item, ends=ends, spelled=spelled) for item in samplings(row)]
-        self._finish(what, sum(len(samplings(prompt.row)) for prompt in prompts))
+        try:
+            self._finish(what, sum(len(samplings(prompt.row)) for prompt in prompts))
+        except Interrupted:  # the engine may be used again
+            for stream in itertools.chain.from_iterable(streams.values()):
+                stream.cancel()
+            raise
         return streams
 
     def share(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:

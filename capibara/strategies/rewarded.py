@@ -24,6 +24,7 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom
 from capibara.objectives.loss import Loss, ResidentArrays
+from capibara.strategies import rollout_devices
 from capibara.strategies.answering import check_records
 from capibara.strategies.policy.advantages import overlong_penalty
 from capibara.strategies.rewards import Reward, check_reward
@@ -52,6 +53,9 @@ class RewardedLoss(Loss):
       engine: options of the engine.
       where: whether each process answers its part of the prompts on its own chips, or all processes work together.
       mesh: the mesh of an engine on a process's own chips.
+      rollout_devices: how many devices draw answers while the others train: the last ones of the run; 0: all do both in turn.
+      max_staleness: most steps between the weights that draw a rollout and those before its first step, a multiple of the
+        steps of a rollout; None: the steps of one; 0: drawing and training wait for each other.
     """
 
     rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
@@ -66,6 +70,8 @@ class RewardedLoss(Loss):
     engine: EngineConfig = EngineConfig(slots=16)
     where: Where = Where.AUTO
     mesh: ServingMesh = ServingMesh()
+    rollout_devices: int = 0
+    max_staleness: int | None = None
 
     data_format = DataFormat.PROMPTS
 
@@ -152,6 +158,14 @@ class RewardedLoss(Loss):
     def steps_of_rollout(self) -> int:
         """The number of steps on the answers of one rollout."""
         return self.updates * self.mini_batches
+
+    @property
+    def staleness_bound(self) -> int:
+        """The value of `max_staleness`."""
+        return self.steps_of_rollout if self.max_staleness is None else self.max_staleness
+
+    def training_devices(self, count: int) -> int:
+        return rollout_devices.training_devices(self, count)
 
     @property
     @abc.abstractmethod

@@ -19,35 +19,23 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.inference.engine.core import reads_whole
 from capibara.inference.engine.engine import check_generates
-from capibara.inference.sampling.sampling import Sampling
-from capibara.inference.sampling.seeds import draw_seed
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom, log_probabilities_of, values_of
-from capibara.objectives.batches import BatchProvider, RunParts
+from capibara.objectives.batches import BatchProvider, ReadAhead, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
-from capibara.strategies.answering import Answer, Answerer, Answering, Exchange, name_of, prompts_of
+from capibara.strategies.ahead import AheadDrawer
+from capibara.strategies.answering import Answer, Exchange, name_of, prompts_of
+from capibara.strategies.drawer import Drawer, DrawOptions
 from capibara.strategies.generating import answer_rows
 from capibara.strategies.policy.advantages import KlIn
 
 
-class RollingOut(Answering, Protocol):
+class RollingOut(DrawOptions, Protocol):
     """Options of rollouts: a `grpo.Grpo`."""
 
     @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def group(self) -> int: ...
-    @property
     def conversations(self) -> int: ...
-    @property
-    def rows_of_a_prompt(self) -> int: ...
-    @property
-    def mini_batches(self) -> int: ...
-    @property
-    def steps_of_rollout(self) -> int: ...
-    @property
-    def resample(self) -> int: ...
     @property
     def mask_truncated(self) -> bool: ...
     @property
@@ -88,7 +76,8 @@ class Rollouts(BatchProvider):
                 "DecoderConfig.inputs_attention is 'bidirectional': GRPO trains on rows without marks of their inputs; set "
                 "it to 'causal'"
             )
-        self._run, self._grpo, self._answerer = run, grpo, Answerer(run, grpo)
+        self._run, self._grpo = run, grpo
+        self._drawer = AheadDrawer(run, grpo) if grpo.rollout_devices else Drawer(run, grpo)
         self._step = 0  # the current step
         self._rows: dict[str, np.ndarray] = {}  # rows of its answers; empty: no rollout yet
         self._reference: Params | None = None  # trained parameters of the reference
@@ -102,6 +91,7 @@ class Rollouts(BatchProvider):
         rows = (saved or {}).get("rows") or {}
         self._step, self._kl = step, (saved or {}).get("kl", self._grpo.kl)
         self._rows = {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
+        self._drawer.begin(step)
         count = self._run.plan.batch_size * self._grpo.mini_batches
         if self._within(step) and not ({*self._grpo.entries} <= self._rows.keys() and len(self._rows["old"]) == count):
             name = type(self._grpo).__name__
@@ -150,10 +140,9 @@ class Rollouts(BatchProvider):
     def evaluate(self, params: Params) -> dict[str, float]:
         run, answers = self._run, []
         greedy = dataclasses.replace(self._grpo.sampling, temperature=0.0)
-        with run.validation() as batches:
-            self._answerer.load(params)
+        with run.validation() as batches, self._drawer.evaluating(params):
             for number, batch in enumerate(batches, 1):
-                answers += self._answerer.answers(
+                answers += self._drawer.answerer.answers(
                     "validation", prompts_of(batch), lambda row: [greedy], f"evaluating, batch {number}"
                 )
         if not answers:
@@ -164,13 +153,20 @@ class Rollouts(BatchProvider):
 
     def metrics(self) -> dict[str, float]:
         totals, self._told = self._told, []
-        return {name: sum(item[name] for item in totals) / len(totals) for name in (totals[0] if totals else ())}
+        means = {name: sum(item[name] for item in totals) / len(totals) for name in (totals[0] if totals else ())}
+        return means | self._drawer.metrics()
+
+    @property
+    def read_ahead(self) -> ReadAhead | None:
+        return self._drawer.read_ahead
+
+    def close(self) -> None:
+        self._drawer.close()
 
     def _rolled_out(self, step: int, params: Params) -> dict[str, np.ndarray]:
         """The rows of a rollout, on the host."""
         grpo = self._grpo
-        self._answerer.load(params)
-        groups, drawn = self._groups(step)
+        groups, drawn, _ = self._drawer.draw(step, params)
         answers = [answer for group in groups for answer in group]
         rewards, lengths = _numbers(groups, lambda item: item.reward), _numbers(groups, lambda item: len(item.tokens))
         rows = _rows(answers, self._run.dataset, grpo.mask_truncated, grpo.conversations)
@@ -193,35 +189,11 @@ class Rollouts(BatchProvider):
     def _names(self) -> set[str]:
         return {*self._run.dataset.batch_spec(1)} - {"numbers"} | {*self._grpo.entries}
 
-    def _groups(self, step: int) -> tuple[list[list[Answer]], int]:
-        """The answers to each prompt of a rollout, and the number of groups that were drawn for it.
-
-        Groups whose rewards are all equal have no advantages: those of further prompts take their place.
-        """
-        grpo, drawn = self._grpo, 0
-        retained, equal = list[list[Answer]](), list[list[Answer]]()
-        count = self._run.plan.batch_size // grpo.rows_of_a_prompt * grpo.mini_batches
-        for turn in range(1 + grpo.resample):
-            samplings = functools.partial(self._samplings, step, turn * count)
-            prompts = prompts_of(next(self._run.batches))
-            groups = self._answerer.answers("train", prompts, samplings, f"rollout for step {step}")
-            drawn += len(groups)
-            if not grpo.resample:
-                return groups, drawn
-            for group in groups:
-                (retained if len({answer.reward for answer in group}) > 1 else equal).append(group)
-            if len(retained) >= count:
-                break
-        return (retained + equal)[:count], drawn
-
-    def _samplings(self, step: int, first: int, row: int) -> list[Sampling]:
-        """The sampling options of each answer to the prompt in a row, of `first` prompts before them in this rollout."""
-        grpo = self._grpo
-        seeds = (draw_seed(self._run.seed, step, first + row, sample) for sample in range(grpo.group))
-        return [dataclasses.replace(grpo.sampling, seed=seed) for seed in seeds]
-
     def _references(self, params: Params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Log-probabilities of the answers under the policy that wrote them and under the reference, where they count."""
+        """Log-probabilities of the answers under the current policy and under the reference, where they count.
+
+        The current one wrote them, unless they were drawn ahead: importance weights then are from it to that one.
+        """
         grpo, further = self._grpo, {}
         in_reward = bool(grpo.kl) and grpo.kl_in is not KlIn.LOSS
         if "old" in grpo.entries or in_reward or grpo.reads_values:

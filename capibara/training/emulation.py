@@ -28,7 +28,7 @@ def shrunk(trainer: Trainer, device_count: int) -> Trainer:
     model, plan, dataset = trainer.model, trainer.plan, trainer.dataset
     if model.embed_dim <= _WIDEST:
         return trainer
-    sizes = plan.mesh_shape(device_count)
+    sizes = plan.mesh_shape(trainer.training_loss.training_devices(device_count))
     pipeline = plan.pipeline(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
     parts = pipeline.stages * pipeline.repeats if pipeline else 1
     rows = math.prod(sizes[axis] for axis in sharding.batch_axes(sizes, plan.rules)) * plan.micro_batches

@@ -78,7 +78,11 @@ class BatchFeed:
         batch = self.provider.next_batch(step, params)
         self._check(batch)
         self._unused = None
-        self.position = before if self._batches.batches > count else self.position
+        ahead = self.provider.read_ahead
+        if ahead is not None:
+            self.position = ahead.position
+        elif self._batches.batches > count:
+            self.position = before
         return batch
 
     def _check(self, batch: Mapping[str, jax.Array]) -> None:
@@ -93,7 +97,13 @@ class BatchFeed:
 
     def state(self) -> dict[str, Any]:
         """The state of the data on all hosts, for a checkpoint; every process calls it."""
-        return merge_states(hosts.gathered(self._unused or self._batches.get_state()))
+        ahead = None if self.provider is None else self.provider.read_ahead
+        return merge_states(hosts.gathered(ahead.state if ahead else self._unused or self._batches.get_state()))
+
+    def close(self) -> None:
+        """Stops what makes batches beside the steps, until the next `begin`."""
+        if self.provider is not None:
+            self.provider.close()
 
     def provider_state(self) -> dict[str, Any] | None:
         """The provider's state for a checkpoint; None: there is no provider."""

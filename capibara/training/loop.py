@@ -85,6 +85,7 @@ def train(
         reporter = _reporter(stop, dog, callbacks, spent)
         provider, constants = assembly.batch_provider(run, reporter), run.hooks.constants(run.mesh)
         data = BatchFeed(run.batches, run.batch_sharding, provider, trainer.batch_spec, constants)
+        stack.callback(data.close)
         evaluator = assembly.evaluator(run, reporter, data.provider, callbacks, sampler, judge)
         try:
             start = assembly.begin(run, initial)
@@ -243,6 +244,7 @@ class _Loop:
         """Rolls back after a loss spike and calls the callbacks."""
         self.observers.decisions.made(step, "roll back")
         with self.observers.long_work("roll_back", "rolling back", "save_s"):
+            self.data.close()
             start = self.run.recovery.roll_back(spike, state)
             self.data.begin(start.state.params, start.step, start.progress.get("supply"))
             self.observers.callbacks.on_roll_back(start.step)

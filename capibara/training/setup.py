@@ -195,7 +195,8 @@ def _check(
     whole: bool = False,
 ) -> _Checked:
     """Finds the user's mistakes before anything is compiled or written; arguments as for `set_up` and `checks.given`."""
-    mesh = sharding.make_mesh(trainer.plan, devices)
+    devices = jax.devices() if devices is None else devices
+    mesh = sharding.make_mesh(trainer.plan, devices[: trainer.training_loss.training_devices(len(devices))])
     checks.options(trainer, mesh)
     trainer.training_loss.check_mesh(mesh, trainer.plan.rules)
     model = api.build(trainer.model)

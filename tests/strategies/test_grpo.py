@@ -77,7 +77,7 @@ def make_trainer(tmp_path, toy_tokenizer):
 
 class Seen(Callback):
     def __init__(self, signal_at=None):
-        self.metrics, self.evaluations, self.batches, self.spent = {}, {}, {}, {}
+        self.metrics, self.evaluations, self.batches, self.params = {}, {}, {}, {}
         self.progress, self.signal_at = [], signal_at
 
     def on_progress(self, text):
@@ -94,7 +94,7 @@ class Seen(Callback):
 
 @pytest.fixture
 def train(monkeypatch):
-    """(trainer, number of devices) -> metrics and batches by step, the last state.
+    """(trainer, number of devices) -> metrics and batches by step, parameters by steps done, the last state.
 
     `signal_at`: the beginning of what is told within a rollout or an evaluation, for which the run is told to stop.
     """
@@ -110,7 +110,7 @@ def train(monkeypatch):
 
         def stepping(state, batch):
             number = int(state.step) + 1
-            seen.batches[number] = jax.device_get(batch)
+            seen.batches[number], seen.params[number - 1] = jax.device_get(batch), jax.device_get(state.params)
             state, metrics = seen.run.train_step(state, batch)
             seen.state = jax.device_get(state)
             return state, metrics

@@ -96,6 +96,7 @@ class PolicyLoss:
         of_tokens = {
             "clip_fraction": is_clipped_BT,
             "ratio": ratio_BT,
+            "drawn_ratio": jnp.exp(jax.lax.stop_gradient(log_p_BT) - drawn_BT),
             "engine_difference": jnp.abs(old_BT - drawn_BT),
             "importance_capped": is_beyond_BT,
         }

@@ -1,0 +1,124 @@
+"""Answers drawn beside training: equal to those drawn in turn, the policies that wrote them, and that no prompt is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from capibara.core.types import UserError
+from capibara.objectives.base import log_probabilities
+from capibara.optim import Optimizer, Schedule
+from capibara.strategies.ahead import AheadDrawer
+from capibara.training.base.options import Evaluation
+from tests.strategies.test_grpo import make_trainer, same, train
+
+__all__ = ["make_trainer", "train"]  # fixtures
+
+APART = {"rollout_devices": 2}
+FAST = Optimizer(schedule=Schedule(kind="constant", learning_rate=0.05, warmup_steps=0), weight_decay=0.0)
+
+
+def prompts_of(batch):
+    """The prompts of a batch's rows."""
+    rows = zip(batch["tokens"], batch["weights"])
+    return [tuple(tokens[: np.flatnonzero(weights)[0] + 1]) for tokens, weights in rows]
+
+
+@pytest.fixture
+def draws(monkeypatch):
+    """First step of each rollout that training has had -> steps of the policy that wrote it."""
+    result, draw = {}, AheadDrawer.draw
+
+    def recorded(self, step, params):
+        item = draw(self, step, params)
+        result[step] = item.policy_step
+        devices = {device for x in jax.tree.leaves(self._weights.params) for device in x.devices()}
+        assert devices == {jax.devices()[2]} and not devices & {*jax.tree.leaves(params)[0].devices()}
+        return item
+
+    monkeypatch.setattr(AheadDrawer, "draw", recorded)
+    return result
+
+
+@pytest.mark.parametrize("options", [{}, {"updates": 2, "kl": 0.1}], ids=["plain", "updates"])
+def test_without_staleness_losses_and_parameters_are_those_of_drawing_in_turn(make_trainer, train, draws, options):
+    evaluation = Evaluation(every=2)
+    turns = train(make_trainer(options, steps=3, evaluation=evaluation, model_dir=make_trainer().model_dir + "_turns"))
+    apart = train(make_trainer(options | APART | {"max_staleness": 0}, steps=3, evaluation=evaluation), devices=4)
+    assert draws == ({1: 0, 3: 2} if options else {1: 0, 2: 1, 3: 2})
+    for step, batch in turns.batches.items():
+        same(batch, apart.batches[step])
+        assert turns.metrics[step]["loss"] == apart.metrics[step]["loss"]
+    same(turns.state, apart.state)
+    assert turns.evaluations == apart.evaluations and [*turns.evaluations] == [2, 3]
+    assert apart.metrics[3]["staleness"] == apart.metrics[3]["staleness_max"] == 0
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_each_token_is_weighed_by_the_policy_that_wrote_it(make_trainer, train, draws, bound):
+    """Its log-probability is that of the parameters of the recorded step, and of those of no other step."""
+    trainer = make_trainer(APART | {"max_staleness": bound, "importance_cap": 1.5}, steps=5, optimizer=FAST)
+    seen = train(trainer, devices=4)
+    model, loss = seen.run.model, trainer.loss
+    log_p = jax.jit(lambda params, batch: log_probabilities(model, params, batch, **loss.drawn_from(model, trainer.dataset))[0])
+    assert draws[1] == 0 and draws[2] == 0
+    for step, batch in seen.batches.items():
+        staleness, weights = step - 1 - draws[step], batch["weights"]
+        assert 0 <= staleness <= bound and seen.metrics[step]["staleness"] == staleness
+        apart = {at: np.abs(log_p(params, batch) - batch["drawn"])[weights > 0] for at, params in seen.params.items()}
+        assert apart[draws[step]].max() < 1e-5
+        assert all(differences.max() > 1e-3 for at, differences in apart.items() if at != draws[step])
+        ratio = np.exp(log_p(seen.params[step - 1], batch) - log_p(seen.params[draws[step]], batch))
+        of_answers = [np.mean(row[mask > 0]) for row, mask in zip(np.asarray(ratio), weights)]
+        assert seen.metrics[step]["drawn_ratio"] == pytest.approx(np.mean(of_answers), rel=1e-4)
+        beyond = [np.mean(row[mask > 0] > 1.5) for row, mask in zip(np.asarray(ratio), weights)]
+        assert seen.metrics[step]["importance_capped"] == pytest.approx(np.mean(beyond), abs=1e-6)
+    assert max(seen.metrics[step]["staleness"] for step in (3, 4, 5)) > 0
+    assert all(0 <= seen.metrics[5][name] <= 1 for name in ("training_idle", "rollout_idle"))
+
+
+def test_a_rollout_waits_for_weights_within_the_bound(make_trainer, train, draws):
+    """Of several steps: weights are those of its first step, or of the first one of the rollout before."""
+    seen = train(make_trainer(APART | {"mini_batches": 2}, steps=6), devices=4)
+    assert draws == {1: 0, 3: 0, 5: 2}
+    assert "staleness" not in seen.metrics[4] and seen.metrics[5]["staleness_max"] == 2
+
+
+def test_no_prompt_is_lost_or_used_twice_when_a_run_resumes(make_trainer, train):
+    whole = train(make_trainer(steps=5, model_dir=make_trainer().model_dir + "_turns"))
+    options = APART | {"max_staleness": 2}
+    first = train(make_trainer(options, steps=2), devices=4)
+    resumed = train(make_trainer(options, steps=5), devices=4)
+    assert sorted(first.batches) == [1, 2] and sorted(resumed.batches) == [3, 4, 5]
+    for step, batch in (first.batches | resumed.batches).items():
+        assert prompts_of(batch) == prompts_of(whole.batches[step])
+
+
+def test_a_signal_ends_a_rollout_that_training_waits_for(make_trainer, train):
+    whole = train(make_trainer(steps=3, model_dir=make_trainer().model_dir + "_turns"))
+    options = APART | {"max_staleness": 0}
+    stopped = train(make_trainer(options), devices=4, signal_at="rollout for step 3")
+    assert dataclasses.astuple(stopped.outcome) == (2, "interrupted", signal.SIGTERM)
+    resumed = train(make_trainer(options, steps=3), devices=4)
+    same(resumed.batches[3], whole.batches[3])
+    same(resumed.state.params, whole.state.params)
+
+
+def test_an_error_of_a_reward_ends_the_run(make_trainer, train):
+    calls = []
+
+    def no_number(prompt, answer, record):
+        calls.append(answer)
+        return 1.0 if len(calls) <= 32 else None
+
+    with pytest.raises(UserError, match="no_number returned None"):
+        train(make_trainer(APART | {"rewards": (no_number,)}), devices=4)
+    assert 32 < len(calls) <= 64
+
+
+def test_a_roll_back_draws_the_prompts_again_that_were_drawn_ahead(make_trainer, train):
+    """Those that nobody has trained on come after the ones that are skipped."""
