@@ -131,6 +131,7 @@ class BatchProvider(abc.ABC):
 
     def close(self) -> None:
         """Stops what works beside the steps, until the next `begin`."""
+        return None
 
     def takes_long(self, step: int) -> bool:
         """Whether the devices make the batch of a step, which is not counted as time of the step."""

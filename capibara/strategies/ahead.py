@@ -119,7 +119,9 @@ class AheadDrawer(Drawer):
         now_s = time.perf_counter()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         staleness, self._staleness = self._staleness, []
-        ages = {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))} if staleness else {}
+        ages = (
+            {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))} if staleness else {}
+        )
         return ages | {
             "training_idle": self._training_waits.read_s() / elapsed_s,
             "rollout_idle": self._drawing_waits.read_s() / elapsed_s,

@@ -43,12 +43,12 @@ class Draw(NamedTuple):
 
     Attributes:
       groups: the answers to each prompt.
-      count: the number of groups that were drawn; with `resample`, some were left out.
+      drawn: the number of groups that were drawn; with `resample`, some were left out.
       policy_step: steps of the policy that wrote every token of them.
     """
 
     groups: list[list[Answer]]
-    count: int
+    drawn: int
     policy_step: int
 
 

@@ -85,7 +85,10 @@ class Grpo(RewardedLoss):
     memory: MemoryAgent | None = None
     max_chunks: int | None = None
 
-    means = ("kl", "clip_fraction", "ratio", "drawn_ratio", "engine_difference", "importance_capped", "off_policy_fraction")
+    means = (
+        *("kl", "clip_fraction", "ratio", "drawn_ratio", "engine_difference"),
+        *("importance_capped", "off_policy_fraction"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,7 +23,7 @@ from capibara.training.trainer import Trainer
 
 
 class BatchFeed:
-    """The batches of a run's steps, on its devices, and the state of its data.
+    """The batches of a run's steps, on its devices, and the state of its data; leaving its `with` closes it.
 
     Args:
       batches: the training split.
@@ -45,6 +45,12 @@ class BatchFeed:
         self._batches, self._batch_sharding, self.provider, self._spec = batches, batch_sharding, provider, spec
         self._unused: dict[str, Any] | None = None  # the data's state before a batch that was abandoned
         self.position: Position = None  # the data's position before the current batch
+
+    def __enter__(self) -> BatchFeed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
         """Called before the first step of this start, and after a roll-back.

@@ -84,8 +84,7 @@ def train(
         spent, begins, reason = dict(run.spent), initial.step, None
         reporter = _reporter(stop, dog, callbacks, spent)
         provider, constants = assembly.batch_provider(run, reporter), run.hooks.constants(run.mesh)
-        data = BatchFeed(run.batches, run.batch_sharding, provider, trainer.batch_spec, constants)
-        stack.callback(data.close)
+        data = stack.enter_context(BatchFeed(run.batches, run.batch_sharding, provider, trainer.batch_spec, constants))
         evaluator = assembly.evaluator(run, reporter, data.provider, callbacks, sampler, judge)
         try:
             start = assembly.begin(run, initial)

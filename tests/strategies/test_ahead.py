@@ -9,11 +9,14 @@ import jax
 import numpy as np
 import pytest
 
+from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
 from capibara.objectives.base import log_probabilities
 from capibara.optim import Optimizer, Schedule
 from capibara.strategies.ahead import AheadDrawer
 from capibara.training.base.options import Evaluation
+from capibara.training.recovery import Recovery
+from capibara.training.stability.anomalies import Anomalies
 from tests.strategies.test_grpo import make_trainer, same, train
 
 __all__ = ["make_trainer", "train"]  # fixtures
@@ -64,7 +67,9 @@ def test_each_token_is_weighed_by_the_policy_that_wrote_it(make_trainer, train, 
     trainer = make_trainer(APART | {"max_staleness": bound, "importance_cap": 1.5}, steps=5, optimizer=FAST)
     seen = train(trainer, devices=4)
     model, loss = seen.run.model, trainer.loss
-    log_p = jax.jit(lambda params, batch: log_probabilities(model, params, batch, **loss.drawn_from(model, trainer.dataset))[0])
+    log_p = jax.jit(
+        lambda params, batch: log_probabilities(model, params, batch, **loss.drawn_from(model, trainer.dataset))[0]
+    )
     assert draws[1] == 0 and draws[2] == 0
     for step, batch in seen.batches.items():
         staleness, weights = step - 1 - draws[step], batch["weights"]
@@ -120,5 +125,13 @@ def test_an_error_of_a_reward_ends_the_run(make_trainer, train):
     assert 32 < len(calls) <= 64
 
 
-def test_a_roll_back_draws_the_prompts_again_that_were_drawn_ahead(make_trainer, train):
-    """Those that nobody has trained on come after the ones that are skipped."""
+def test_after_a_roll_back_training_goes_on_with_the_prompts_that_nobody_has_had(make_trainer, train, monkeypatch):
+    """Step 3 is a spike: its prompts, the third ones, are not drawn again; those that were drawn ahead of it are."""
+    whole = train(make_trainer(steps=4, model_dir=make_trainer().model_dir + "_turns"))
+    spikes = iter([None, None, 3])
+    monkeypatch.setattr(Recovery, "spike", lambda self: next(spikes, None))
+    rolled_back = Anomalies(on_spike="roll_back", roll_back_steps=1, skip_batches=1)
+    options = APART | {"max_staleness": 2}
+    seen = train(make_trainer(options, steps=3, anomalies=rolled_back, checkpointing=Checkpointing(every=1)), devices=4)
+    assert seen.outcome.step == 3 and seen.roll_backs == [2]
+    assert prompts_of(seen.batches[3]) == prompts_of(whole.batches[4])

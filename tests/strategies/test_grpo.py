@@ -78,7 +78,7 @@ def make_trainer(tmp_path, toy_tokenizer):
 class Seen(Callback):
     def __init__(self, signal_at=None):
         self.metrics, self.evaluations, self.batches, self.params = {}, {}, {}, {}
-        self.progress, self.signal_at = [], signal_at
+        self.progress, self.signal_at, self.roll_backs = [], signal_at, []
 
     def on_progress(self, text):
         self.progress.append(text)
@@ -87,6 +87,9 @@ class Seen(Callback):
 
     def on_step(self, step, metrics):
         self.metrics[step] = dict(metrics)
+
+    def on_roll_back(self, step):
+        self.roll_backs.append(step)
 
     def on_evaluate(self, step, metrics):
         self.evaluations[step] = dict(metrics)
