@@ -155,6 +155,9 @@ def grpo(
     *,
     steps: int,
     method: str = "grpo",
+    rollout_devices: int = 0,
+    max_staleness: int | None = None,
+    bindings: Sequence[str] = (),
     **options: Any,
 ) -> TrainingResult:
     """Group relative policy optimisation and its family: the model's own answers, rewarded by functions.
@@ -165,11 +168,16 @@ def grpo(
       rewards: functions (prompt, answer, record) -> a number.
       steps: the length of the run.
       method: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
-      options: as for `finetune`.
+      rollout_devices: how many devices draw answers while the others train; 0: all do both in turn.
+      max_staleness: most steps between the weights that draw answers and those that are trained on them.
+      bindings, options: as for `finetune`.
     """
     if isinstance(rewards, Sequence) and not rewards:
         raise UserError("rewards is empty: give functions of (prompt, answer, record), such as [cb.numeric_answer]")
-    return finetune(model, prompts, out, method=method, rewards=rewards, steps=steps, **options)
+    loss = "Ppo" if method == "ppo" else "Grpo"
+    apart = {"rollout_devices": rollout_devices or None, "max_staleness": max_staleness}
+    bindings = [f"{loss}.{name} = {value!r}" for name, value in apart.items() if value is not None] + [*bindings]
+    return finetune(model, prompts, out, method=method, rewards=rewards, steps=steps, bindings=bindings, **options)
 
 
 def _trained(

@@ -195,8 +195,7 @@ def _check(
     whole: bool = False,
 ) -> _Checked:
     """Finds the user's mistakes before anything is compiled or written; arguments as for `set_up` and `checks.given`."""
-    devices = jax.devices() if devices is None else devices
-    mesh = sharding.make_mesh(trainer.plan, devices[: trainer.training_loss.training_devices(len(devices))])
+    mesh = _make_mesh(trainer, jax.devices() if devices is None else devices)
     checks.options(trainer, mesh)
     trainer.training_loss.check_mesh(mesh, trainer.plan.rules)
     model = api.build(trainer.model)
@@ -211,6 +210,15 @@ def _check(
     if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
         merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
     return _Checked(mesh, model, spec, hooks, read, node_starts, given.batches, given)
+
+
+def _make_mesh(trainer: Trainer, devices: list[jax.Device]) -> Mesh:
+    """The mesh of the devices that train."""
+    count = trainer.training_loss.training_devices(len(devices))
+    if count < len(devices):
+        name = type(trainer.training_loss).__name__
+        trainer.plan.mesh_shape(count, f"a run of {len(devices)} without {name}.rollout_devices")
+    return sharding.make_mesh(trainer.plan, devices[:count])
 
 
 def check(trainer: Trainer, load: Load | None = None) -> list[str]:

@@ -192,6 +192,18 @@ def test_each_method_with_rewards_trains_adapters(folder, tmp_path, method, bind
     assert run.model.generate("river?", max_new_tokens=2) is not None
 
 
+@pytest.mark.parametrize(("method", "steps"), [("grpo", 3), pytest.param("ppo", 12, marks=pytest.mark.heavy)])
+def test_adapters_are_trained_beside_the_devices_that_draw(folder, tmp_path, method, steps):
+    """Runs of PPO have eight steps to a rollout."""
+    run = cb.grpo(
+        f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "run"), [closeness], method=method, steps=steps,
+        batch_size=16, length=48, rollout_devices=4, max_staleness=8, log_every=1, bindings=["ANSWER_LENGTH = 8"],
+    )  # fmt: skip
+    assert run.step == steps and max(record.get("staleness", 0) for record in run.history) > 0
+    loss = cb.read_run(f"{run.folder}/config.gin").loss
+    assert (loss.rollout_devices, loss.max_staleness) == (4, 8)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

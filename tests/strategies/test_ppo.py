@@ -128,6 +128,15 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+def test_drawn_beside_training_without_staleness_it_trains_as_drawn_in_turn(make_trainer, train):
+    turns = train(make_trainer(steps=3, model_dir=make_trainer().model_dir + "_turns"))
+    apart = train(make_trainer({"rollout_devices": 1, "max_staleness": 0}, steps=3), devices=2)
+    same(turns.batches, apart.batches)
+    same(turns.state, apart.state)
+    stale = train(make_trainer({"rollout_devices": 1}, model_dir=make_trainer().model_dir + "_stale"), devices=2)
+    assert stale.metrics[1]["staleness"] == 0 and stale.metrics[3]["staleness"] == 2
+
+
 @pytest.mark.parametrize("value_clip", [0.2, None])
 def test_the_loss_and_its_gradient_equal_the_formula_in_float64(value_clip):
     rng, (rows, length) = np.random.default_rng(0), (5, 10)
