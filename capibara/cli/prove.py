@@ -49,6 +49,7 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import compile_cache, proof
     from capibara.planner.hardware import slices, topology
+    from capibara.planner.model import workload
     from capibara.planner.report import report
     from capibara.planner.search import automatic
     from capibara.storage import outputs
@@ -66,12 +67,13 @@ def prove(args: argparse.Namespace) -> int:
         args.gin_bindings = [*args.gin_bindings, *(item.line for item in written.differences(run.plan, plan))]
         run = dataclasses.replace(run, plan=plan)
         print(title)
-    run.plan.mesh_shape(slice_.devices, slice_.name)
+    count = workload.training_devices(run, slice_.devices)
+    run.plan.mesh_shape(count, slice_.name if count == slice_.devices else f"{slice_.name} without rollout_devices")
     if args.child:
         from capibara.training.setup import lower_step
 
         compile_cache.announce("lowering")
-        mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name))
+        mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name)[:count])
         with proof.without_locations():
             lowered = lower_step(run, api.build(run.model), mesh)
         proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
@@ -89,5 +91,5 @@ def prove(args: argparse.Namespace) -> int:
         outputs.save(args.json, json.dumps(report.verdict_json(result), indent=1))
     if result.compiled is None:
         raise UserError(result.message)
-    print("\n".join(report.verdict_lines(result, slice_)))
+    print("\n".join([*report.verdict_lines(result, slice_), *report.rollout_lines(run)]))
     return 0 if result.compiled.fits else 1

@@ -78,6 +78,16 @@ class Loss(abc.ABC):
         del model, dataset
         return ()
 
+    def rollout_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
+        """The arrays on each of `rollout_devices`."""
+        del model, dataset
+        return ()
+
+    @property
+    def unplanned(self) -> str | None:
+        """Why a search for a mesh does not know what the loss needs; None: it does."""
+        return None
+
     def check_options(self, options: CrossEntropyOptions, unigram_batches: int) -> None:
         """Raises UserError for options of the cross entropy, and Evaluation.unigram_batches: another loss has none."""
         name = f"Trainer.loss (@{type(self).__name__}())"

@@ -176,6 +176,8 @@ class RewardedLoss(Loss):
         """The reference, if there is one, and the engine with its copy of the parameters."""
         trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
         reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
+        if self.rollout_devices:
+            return (*reference,)
         size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
         # If they do not fit a process's own chips, they are sharded like the trained parameters.
         own_chips = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
@@ -184,6 +186,22 @@ class RewardedLoss(Loss):
             own_chips if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
             ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
         )
+
+    def rollout_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
+        """The engine, with its copy of the parameters and the next ones, which come while it draws."""
+        if not self.rollout_devices:
+            return ()
+        size = footprint.parameters_bytes(model) // (self.mesh.tensor or 1)
+        state = footprint.state_bytes(model, self.engine, dataset.length)
+        return (
+            ResidentArrays("engine's parameters", size),
+            ResidentArrays("next parameters", size),
+            ResidentArrays("engine's keys and values", state // (self.mesh.tensor or 1)),
+        )
+
+    @property
+    def unplanned(self) -> str | None:
+        return rollout_devices.unplanned(self)
 
     def prompt_length(self, dataset: Dataset) -> int:
         """The largest number of tokens of a prompt."""

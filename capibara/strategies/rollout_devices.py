@@ -66,6 +66,17 @@ def check(loss: Weighted) -> None:
         )
 
 
+def unplanned(loss: Apart) -> str | None:
+    """Why a search for a mesh does not know such a run: it lays out all chips of a slice."""
+    name, apart = type(loss).__name__, loss.rollout_devices
+    if not apart:
+        return None
+    return (
+        f"{name}.rollout_devices is {apart}, must be 0 for a search, which lays out all chips of a slice: set the axes of the "
+        "mesh of the chips that train (Plan.fsdp, ...), and ask `capibara prove`"
+    )
+
+
 def training_devices(loss: Apart, count: int) -> int:
     """How many of `count` devices of a run train; raises UserError if there is not one left, or several processes."""
     name, apart = type(loss).__name__, loss.rollout_devices

@@ -19,6 +19,11 @@ DecoderConfig.num_heads = 2
 DecoderConfig.mlp_dim = 512
 DecoderConfig.dtype = "bfloat16"
 """
+ANSWERS = ("--gin_file=models/smollm2_135m.gin", "--gin_file=tasks/prompts.gin", "--gin_file=runs/grpo.gin") + tuple(
+    f"--gin.{name}={value}"
+    for name, value in (("MODEL_DIR", "'run'"), ("INIT_FROM", "'base'"), ("TOKENIZER", "'base'"), ("TRAIN_STEPS", 2))
+    + (("FILES", "('sums.jsonl',)"), ("REWARDS", "(@numeric_answer,)"))
+)
 OPEN = ("--gin.Plan.slice='v5e-16'", "--length=4096")  # a run whose mesh is open
 
 
@@ -85,6 +90,18 @@ def test_the_verdict_is_not_written_over_what_is_read(capsys, tmp_path):
         (
             ["--gin_file=slices/v5e-64/capibara_1b.gin", "--slice=v5e-16"],
             "needs 64 devices, v5e-16 has 16: set one axis to -1\n",
+        ),
+        (
+            [*ANSWERS, "--slice=v5e-8", "--gin.Grpo.rollout_devices=8"],
+            "Grpo.rollout_devices is 8, must be below the 8 devices of the run: try 4",
+        ),
+        (
+            [*ANSWERS, "--slice=v5e-8", "--gin.Grpo.rollout_devices=4", "--gin.Plan.fsdp=8"],
+            "needs 8 devices, v5e-8 without rollout_devices has 4: set one axis to -1",
+        ),
+        (
+            [*ANSWERS, "--gin.Plan.slice='v5e-8'", "--gin.Grpo.rollout_devices=4"],
+            "Grpo.rollout_devices is 4, must be 0 for a search, which lays out all chips of a slice: set the axes",
         ),
         (
             ["--gin_file=models/capibara_8b.gin", *OPEN, "--gin.Plan.remat='none'", "--gin.Plan.batch_size=16"],

@@ -117,6 +117,14 @@ def group_whole(case):
     return member.replicating(case.mesh).lower(largest)
 
 
+def array_for_other_chips(case):
+    """For each tensor-parallel half of the chips that draw."""
+    largest = max(jax.tree.leaves(case.state.abstract.params), key=lambda x: x.size)
+    mesh = jax.sharding.Mesh(case.mesh.devices.reshape(-1, 2), ("copies", "tensor"))
+    spec = jax.sharding.PartitionSpec(*[None] * (len(largest.shape) - 1), "tensor")
+    return own_chips.resharding(jax.sharding.NamedSharding(mesh, spec)).lower(largest)
+
+
 GENERAL = ("decoder", "windows", "experts", "encoder-decoder", "encoder")
 ADAPTED = ("decoder LoRA", "decoder QLoRA", "experts LoRA")
 READS = ("decoder", "experts", "encoder-decoder")
@@ -146,6 +154,7 @@ STEP, START, MERGE = (
 OWN_LOSS = "objectives/batches.py make_totals"
 ANSWERS, LOG_P = "objectives/reference.py make_answers", "strategies/rollouts.py make_log_probabilities"
 COMPUTED = "inference/engine/placement/own_chips.py _computed"
+RESHARDED = "inference/engine/placement/own_chips.py resharding"
 DPO, GRPO = {"loss": LOSSES["Dpo"]}, {"loss": LOSSES["Grpo"]}
 TEACHER, DISTILLATION = "strategies/distillation/teacher.py make_teacher", {"loss": LOSSES["Distillation"]}
 MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
@@ -169,6 +178,7 @@ PROGRAMS = {
     "log-probabilities, GRPO": Program(LOG_P, rollout_log_probabilities, ("decoder", "experts"), GRPO),
     "teacher, distillation": Program(TEACHER, teacher_log_probs, ("decoder", "experts"), DISTILLATION),
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
+    "parameter for other chips": Program(RESHARDED, array_for_other_chips, ("decoder", "experts")),
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
@@ -202,6 +212,7 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("teacher, distillation", "decoder", "v5e-4"),
     ("train step, DuoAttention", "gates", "v5e-4"),
     ("parameters for rollouts", "decoder QLoRA", "v5e-4"),
+    ("parameter for other chips", "decoder", "v5e-4"),
     ("scores", "encoder-decoder", "v5e-4"),
     ("replica check", "decoder QLoRA", "v5e-4"),
     ("all finite", "decoder QLoRA", "v5e-4"),

@@ -13,6 +13,8 @@ from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
 from capibara.objectives.base import log_probabilities
 from capibara.optim import Optimizer, Schedule
+from capibara.planner.model import workload
+from capibara.planner.report import report
 from capibara.strategies.ahead import AheadDrawer
 from capibara.training.base.options import Evaluation
 from capibara.training.recovery import Recovery
@@ -111,6 +113,26 @@ def test_a_signal_ends_a_rollout_that_training_waits_for(make_trainer, train):
     resumed = train(make_trainer(options, steps=3), devices=4)
     same(resumed.batches[3], whole.batches[3])
     same(resumed.state.params, whole.state.params)
+
+
+def test_the_planner_knows_the_bytes_of_both_halves(make_trainer, train):
+    trainer = make_trainer(APART | {"kl": 0.1}, steps=2)
+    seen = train(trainer, devices=4)
+    model, dataset, engine = seen.run.model, trainer.dataset, seen.provider._drawer.answerer._generator._engine._core
+    parameters, state = (
+        sum(x.nbytes for x in jax.tree.leaves(part)) for part in (engine.params.current, engine.runner._state)
+    )
+    assert [item.name for item in trainer.loss.resident_arrays(model, dataset)] == ["reference"]
+    held = {item.name: item.bytes for item in trainer.loss.rollout_arrays(model, dataset)}
+    assert held["engine's parameters"] == held["next parameters"] == parameters
+    assert held["engine's keys and values"] == state + trainer.loss.engine.prefix_cache_mib * 2**20
+    (line,) = report.rollout_lines(trainer)
+    assert line.startswith(
+        "  on each of the 2 that draw answers 0.00 GiB: engine's parameters 0.00, next parameters 0.00, "
+    )
+    assert report.rollout_lines(make_trainer()) == []
+    with pytest.raises(UserError, match="Grpo.rollout_devices is 2, must be 0 for a search"):
+        workload.check_ordinary(trainer)
 
 
 def test_an_error_of_a_reward_ends_the_run(make_trainer, train):

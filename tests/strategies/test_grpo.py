@@ -323,16 +323,19 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
     seen = train(trainer := make_trainer({"kl": 0.1}, model=model, steps=3))
     assert seen.metrics[1]["kl"] < 1e-6 < seen.metrics[3]["kl"]
     # What is held beside the state is what the planner is told.
-    answerer, size = seen.provider._answerer, lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))  # noqa: E731
+    generator, size = (
+        seen.provider._drawer.answerer._generator,
+        lambda arrays: sum(x.nbytes for x in jax.tree.leaves(arrays)),
+    )  # noqa: E731
     held = {one.name: one for one in trainer.loss.resident_arrays(seen.run.model, trainer.dataset)}
     assert held["reference"].bytes == size(seen.provider._reference) < held["engine's parameters"].bytes
-    assert held["engine's parameters"].bytes == size(answerer._engine._core.params.current)
+    assert held["engine's parameters"].bytes == size(generator._engine._core.params.current)
     prefix_cache_mib = 1
-    kept = size(answerer._engine._core.runner._state) + prefix_cache_mib * 2**20
+    kept = size(generator._engine._core.runner._state) + prefix_cache_mib * 2**20
     assert held["engine's keys and values"].bytes == kept
     devices = [
         {len(leaf.devices()) for leaf in jax.tree.leaves(x)}
-        for x in (answerer._engine._core.params.current, seen.provider._reference)
+        for x in (generator._engine._core.params.current, seen.provider._reference)
     ]
     assert devices == [{1}, {2}]
     without = dataclasses.replace(trainer.loss, kl=0.0)

@@ -115,7 +115,8 @@ def prove(
     if run.loss is None:
         return result
     held = workload.of_run(run).held
-    return result.beside(round(held.on_device(run.plan.mesh_shape(slice_.devices, slice_.name))))
+    devices = workload.training_devices(run, slice_.devices)
+    return result.beside(round(held.on_device(run.plan.mesh_shape(devices, slice_.name))))
 
 
 def prover(

@@ -293,7 +293,8 @@ def check_one_model(plan: Plan) -> None:
 
 def check_ordinary(run: Run) -> None:
     """Raises UserError if a search would not know what the run's step needs."""
-    for why in (run.training_method.unplanned, run.model.unplanned):
+    of_loss = None if run.loss is None else run.loss.unplanned
+    for why in (run.training_method.unplanned, run.model.unplanned, of_loss):
         if why is not None:
             raise UserError(why)
 
@@ -314,6 +315,11 @@ def of_run(run: Run, state_dtypes: Iterable[StateDtype] | None = None) -> Worklo
         state_dtypes=state_dtypes,
         held=() if run.loss is None else run.loss.resident_arrays(model, run.dataset),
     )
+
+
+def training_devices(run: Run, slice_devices: int) -> int:
+    """How many of a slice's devices train."""
+    return slice_devices if run.loss is None else run.loss.training_devices(slice_devices)
 
 
 def _held(held: Iterable[ResidentArrays], rules: Rules) -> Sharded:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.config.literals import quoted
+from capibara.models import api
 from capibara.planner.compiler.compile_cache import Verdict
 from capibara.planner.compiler.verify import VerifiedRanking
 from capibara.planner.hardware.chips import GIB
@@ -17,7 +18,7 @@ from capibara.planner.model.choice import Kind
 from capibara.planner.model.cost import EXPOSED, Cost
 from capibara.planner.model.memory import memory as predict
 from capibara.planner.model.units import seconds
-from capibara.planner.model.workload import Workload
+from capibara.planner.model.workload import Run, Workload
 from capibara.planner.search import advice, ranking
 from capibara.planner.search.ranking import Goal, Ranked
 from capibara.planner.search.slice_choice import Offer
@@ -334,6 +335,15 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
             yield f"    {times}{buffer.bytes / buffer.count / GIB:.3f} GiB  {buffer.array}  {buffer.source}"
     if compiled.compiled_s:
         yield f"  {compiled.compiled_s:.3f} s by the compiler's cycles, without kernels and collectives"
+
+
+def rollout_lines(run: Run) -> list[str]:
+    """The bytes on each chip that draws answers and does not train; none: all train."""
+    if run.loss is None or not run.loss.rollout_devices:
+        return []
+    arrays = run.loss.rollout_arrays(api.build(run.model), run.dataset)
+    total, parts = sum(item.bytes for item in arrays), (f"{item.name} {item.bytes / GIB:.2f}" for item in arrays)
+    return [f"  on each of the {run.loss.rollout_devices} that draw answers {total / GIB:.2f} GiB: {', '.join(parts)}"]
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:

@@ -182,11 +182,11 @@ def _moved(x: jax.Array, target: Sharding) -> jax.Array:
     devices = _mesh_of(x.sharding).devices.flatten()
     sizes = {axis: _mesh_of(target).shape[axis] for axis in _axes_of(target)}
     if not sizes or len(devices) % math.prod(sizes.values()):
-        whole = _resharded(NamedSharding(Mesh(devices, ("copies",)), PartitionSpec()))(x)
+        whole = resharding(NamedSharding(Mesh(devices, ("copies",)), PartitionSpec()))(x)
         return jax.device_put(whole.addressable_data(0), target)
     assert isinstance(target, NamedSharding)
     mesh = Mesh(devices.reshape(-1, *sizes.values()), ("copies", *sizes))
-    return jax.device_put(_resharded(NamedSharding(mesh, target.spec))(x), target)
+    return jax.device_put(resharding(NamedSharding(mesh, target.spec))(x), target)
 
 
 def _axes_of(target: Sharding) -> list[str]:
@@ -197,7 +197,8 @@ def _axes_of(target: Sharding) -> list[str]:
 
 
 @functools.lru_cache(maxsize=512)  # one for each layout of an array
-def _resharded(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def resharding(target: NamedSharding) -> jax.stages.Wrapped:
+    """The program that gives an array another sharding on the same devices."""
     return jax.jit(lambda x: x, out_shardings=target)
 
 
