@@ -22,7 +22,7 @@ from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
-from capibara.strategies import dialogues, readings, rollout_devices
+from capibara.strategies import dialogues, readings
 from capibara.strategies.answering import prompt_documents
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale, normalized_each
@@ -102,7 +102,7 @@ class Grpo(RewardedLoss):
         if self.off_policy_limit is not None and not 0 < self.off_policy_limit < float("inf"):
             raise UserError(f"Grpo.off_policy_limit is {self.off_policy_limit}, must be above 0, or None: try 0.5")
         self._check_importance()
-        rollout_devices.check(self)
+        self.check_apart(self.importance_cap)
         self._check_levels()
         self._check_memory()
 

@@ -17,7 +17,6 @@ from capibara.models.api import Model, Stats, TransformerConfig
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities_of, values_of
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
-from capibara.strategies import rollout_devices
 from capibara.strategies.policy.advantages import KlIn
 from capibara.strategies.policy.answers import RatioLevel
 from capibara.strategies.policy.clipped import Clipped
@@ -89,7 +88,7 @@ class Ppo(RewardedLoss):
             raise UserError(f"Ppo.kl_horizon is {self.kl_horizon}, must be at least 1: try 10000")
         if self.importance_cap is not None and not self.importance_cap >= 1:
             raise UserError(f"Ppo.importance_cap is {self.importance_cap}, must be at least 1, or None: try 2.0")
-        rollout_devices.check(self)
+        self.check_apart(self.importance_cap)
 
     def check_model(self, model: TransformerConfig) -> None:
         super().check_model(model)

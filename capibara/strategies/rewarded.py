@@ -16,24 +16,20 @@ from capibara.data.dataset import Dataset
 from capibara.data.packing.packing import Packing
 from capibara.data.pipeline.loader import Loader, make_loader
 from capibara.data.sources.sources import DataFormat
-from capibara.inference.engine.engine import EngineConfig
-from capibara.inference.engine.placement import footprint
-from capibara.inference.engine.placement.own_chips import Where
-from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom
-from capibara.objectives.loss import Loss, ResidentArrays
-from capibara.strategies import rollout_devices
+from capibara.objectives.loss import ResidentArrays
 from capibara.strategies.answering import check_records
 from capibara.strategies.policy.advantages import overlong_penalty
 from capibara.strategies.rewards import Reward, check_reward
+from capibara.strategies.rollout_loss import RolloutLoss
 
 CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardedLoss(Loss):
+class RewardedLoss(RolloutLoss):
     """Trains on the model's own answers to prompts; a batch of the plan has `group` answers to each of its prompts.
 
     A sample only depends on Trainer.seed, the step and the prompt's row in the batch, not on the number of processes.
@@ -48,14 +44,6 @@ class RewardedLoss(Loss):
       mask_truncated: whether answers that were cut off are not trained.
       kl: coefficient of the KL divergence from the reference, the initial weights of the run; 0: none, and no reference is
         kept.
-      mini_batches: a rollout has the answers of so many steps.
-      updates: number of passes over the answers of a rollout.
-      engine: options of the engine.
-      where: whether each process answers its part of the prompts on its own chips, or all processes work together.
-      mesh: the mesh of an engine on a process's own chips.
-      rollout_devices: how many devices draw answers while the others train: the last ones of the run; 0: all do both in turn.
-      max_staleness: most steps between the weights that draw a rollout and those before its first step, a multiple of the
-        steps of a rollout; None: the steps of one; 0: drawing and training wait for each other.
     """
 
     rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
@@ -65,13 +53,6 @@ class RewardedLoss(Loss):
     overlong_tokens: int | None = None
     mask_truncated: bool = False
     kl: float = 0.0
-    mini_batches: int = 1
-    updates: int = 1
-    engine: EngineConfig = EngineConfig(slots=16)
-    where: Where = Where.AUTO
-    mesh: ServingMesh = ServingMesh()
-    rollout_devices: int = 0
-    max_staleness: int | None = None
 
     data_format = DataFormat.PROMPTS
 
@@ -155,53 +136,15 @@ class RewardedLoss(Loss):
         return self.group * self.conversations
 
     @property
-    def steps_of_rollout(self) -> int:
-        """The number of steps on the answers of one rollout."""
-        return self.updates * self.mini_batches
-
-    @property
-    def staleness_bound(self) -> int:
-        """The value of `max_staleness`."""
-        return self.steps_of_rollout if self.max_staleness is None else self.max_staleness
-
-    def training_devices(self, count: int) -> int:
-        return rollout_devices.training_devices(self, count)
-
-    @property
     @abc.abstractmethod
     def entries(self) -> tuple[str, ...]:
         """The entries of batches that the loss adds to tokens and weights, float32 [B, T]."""
 
     def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
         """The reference, if there is one, and the engine with its copy of the parameters."""
-        trained, whole = (model.trained(model.abstract_params), model.trained(model.axes)), model.plain
+        trained = (model.trained(model.abstract_params), model.trained(model.axes))
         reference = [ResidentArrays("reference", tree.byte_count(trained[0]), trained)] if self.kl else []
-        if self.rollout_devices:
-            return (*reference,)
-        size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
-        # If they do not fit a process's own chips, they are sharded like the trained parameters.
-        own_chips = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
-        return (
-            *reference,
-            own_chips if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
-            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
-        )
-
-    def rollout_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
-        """The engine, with its copy of the parameters and the next ones, which come while it draws."""
-        if not self.rollout_devices:
-            return ()
-        size = footprint.parameters_bytes(model) // (self.mesh.tensor or 1)
-        state = footprint.state_bytes(model, self.engine, dataset.length)
-        return (
-            ResidentArrays("engine's parameters", size),
-            ResidentArrays("next parameters", size),
-            ResidentArrays("engine's keys and values", state // (self.mesh.tensor or 1)),
-        )
-
-    @property
-    def unplanned(self) -> str | None:
-        return rollout_devices.unplanned(self)
+        return (*reference, *super().resident_arrays(model, dataset))
 
     def prompt_length(self, dataset: Dataset) -> int:
         """The largest number of tokens of a prompt."""

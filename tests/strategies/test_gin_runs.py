@@ -92,6 +92,8 @@ def test_reward_models(build):
         ("sapo", [], {"surrogate": Sapo(), "mini_batches": 4}),
         ("rloo", [], {"level": "sequence_sum", "baseline": "leave_one_out", "kl": 0.05, "kl_in": "reward"}),
         ("reinforce_pp", [], {"group": 1, "baseline": "none", "scale": "tokens", "kl_in": "tokens"}),
+        ("grpo", ["Grpo.rollout_devices=4"], {"rollout_devices": 4, "staleness_bound": 1}),
+        ("ppo", ["Ppo.rollout_devices=4", "Ppo.max_staleness=16"], {"rollout_devices": 4, "staleness_bound": 16}),
         ("ppo", ["Ppo.kl_target=6.0"], {"group": 1, "updates": 2, "mini_batches": 4, "kl_target": 6.0}),
     ],
 )

@@ -278,6 +278,11 @@ DEPENDENT = (
     Dependent(("Grpo.kl_in", "Grpo.unbiased_kl"), "Grpo.kl above 0", lambda run, component: component.kl > 0),
     Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, component: component.kl_target is not None),
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
+    Dependent(
+        ("Grpo.max_staleness", "Ppo.max_staleness"),
+        "rollout_devices of @Grpo() or @Ppo() above 0",
+        lambda run, component: component.rollout_devices > 0,
+    ),
     Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
     Dependent(
         ("Distillation.where", "Distillation.mesh"),

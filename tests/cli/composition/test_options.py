@@ -233,6 +233,8 @@ CASES = [
     ("Distillation.where", {"Trainer.loss": DISTILLATION(where="own")}, {"Trainer.loss": DISTILLATION(where="own", on_policy=0.5), "Dataset.packing": "none"}),
     ("Distillation.mesh", {"Trainer.loss": DISTILLATION(mesh=ServingMesh(tensor=1))}, {"Trainer.loss": DISTILLATION(mesh=ServingMesh(tensor=1), teacher_draws=True), "Dataset.packing": "none"}),
     ("Ppo.kl_horizon", PROMPTS | {"Trainer.loss": PPO(kl_horizon=9)}, PROMPTS | {"Trainer.loss": PPO(kl_horizon=9, kl_target=6.0)}),
+    ("Grpo.max_staleness", PROMPTS | {"Trainer.loss": GRPO(max_staleness=1)}, PROMPTS | {"Trainer.loss": GRPO(max_staleness=1, rollout_devices=4)}),
+    ("Ppo.max_staleness", PROMPTS | {"Trainer.loss": PPO(max_staleness=8)}, PROMPTS | {"Trainer.loss": PPO(max_staleness=8, rollout_devices=4)}),
     ("Grpo.kl_in", PROMPTS | {"Trainer.loss": GRPO(kl_in="reward")}, PROMPTS | {"Trainer.loss": GRPO(kl_in="reward", kl=0.1)}),
     ("Grpo.unbiased_kl", PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True)}, PROMPTS | {"Trainer.loss": GRPO(unbiased_kl=True, kl=0.1)}),
 ]  # fmt: skip
@@ -309,10 +311,10 @@ ALONE = {
     "Dpo": "kind beta label_smoothing sft_weight divergence",
     "Distillation": "teacher stored beta temperature top_k hard_weight on_policy teacher_draws sampling engine",
     "Cpo": "kind beta label_smoothing nll_weight alpha",
-    "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where surrogate level "
-    "token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment memory max_chunks",
-    "Ppo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where clip value_clip "
-    "value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
+    "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where rollout_devices surrogate "
+    "level token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment memory max_chunks",
+    "Ppo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where rollout_devices clip "
+    "value_clip value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
     "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "

@@ -24,7 +24,6 @@ __all__ = ["make_trainer", "train"]  # fixtures
     [
         ({"rollout_devices": -1}, "rollout_devices is -1, must be at least 0"),
         ({"rollout_devices": 2, "max_staleness": -1}, "max_staleness is -1, must be at least 0, or None"),
-        ({"max_staleness": 1}, r"max_staleness is 1, and \w+.rollout_devices is 0, .*: set \w+.rollout_devices"),
         (
             {"rollout_devices": 2, "max_staleness": 5, "updates": 2, "mini_batches": 2},
             r"max_staleness is 5, must be a multiple of the 4 steps of a rollout .*: try 8",

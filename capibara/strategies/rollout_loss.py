@@ -1,0 +1,135 @@
+"""A loss on rollouts: how many steps they last, which devices draw them, and the memory that this takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+
+from capibara.core.types import UserError
+from capibara.data.dataset import Dataset
+from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.placement import footprint
+from capibara.inference.engine.placement.own_chips import Where
+from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.models.api import Model
+from capibara.objectives.loss import Loss, ResidentArrays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutLoss(Loss):
+    """Trains on answers that an engine draws.
+
+    Attributes:
+      mini_batches: a rollout has the answers of so many steps.
+      updates: number of passes over the answers of a rollout.
+      engine: options of the engine.
+      where: whether each process answers its part of the prompts on its own chips, or all processes work together.
+      mesh: the mesh of an engine on a process's own chips, or on `rollout_devices`.
+      rollout_devices: how many devices draw answers while the others train: the last ones of the run; 0: all do both in turn.
+      max_staleness: most steps between the weights that draw a rollout and those before its first step, a multiple of the
+        steps of a rollout; None: the steps of one; 0: drawing and training wait for each other.
+    """
+
+    mini_batches: int = 1
+    updates: int = 1
+    engine: EngineConfig = EngineConfig(slots=16)
+    where: Where = Where.AUTO
+    mesh: ServingMesh = ServingMesh()
+    rollout_devices: int = 0
+    max_staleness: int | None = None
+
+    @property
+    def steps_of_rollout(self) -> int:
+        """The number of steps on the answers of one rollout."""
+        return self.updates * self.mini_batches
+
+    @property
+    def staleness_bound(self) -> int:
+        """The value of `max_staleness`."""
+        return self.steps_of_rollout if self.max_staleness is None else self.max_staleness
+
+    @property
+    def unplanned(self) -> str | None:
+        if not self.rollout_devices:
+            return None
+        return (
+            f"{type(self).__name__}.rollout_devices is {self.rollout_devices}, must be 0 for a search, which lays out all chips "
+            "of a slice: set the axes of the mesh of the chips that train (Plan.fsdp, ...), and ask `capibara prove`"
+        )
+
+    def check_apart(self, importance_cap: float | None) -> None:
+        """Raises UserError if the options of drawing beside training do not go together.
+
+        `importance_cap`: the loss's bound of importance weights; None: it has none.
+        """
+        name, apart, staleness = type(self).__name__, self.rollout_devices, self.max_staleness
+        if apart < 0:
+            raise UserError(
+                f"{name}.rollout_devices is {apart}, must be at least 0 (0: the devices that train draw, too)"
+            )
+        if staleness is not None and staleness < 0:
+            raise UserError(f"{name}.max_staleness is {staleness}, must be at least 0, or None: the steps of a rollout")
+        if not apart:
+            return
+        if self.staleness_bound % self.steps_of_rollout:
+            fix = -(-self.staleness_bound // self.steps_of_rollout) * self.steps_of_rollout
+            raise UserError(
+                f"{name}.max_staleness is {staleness}, must be a multiple of the {self.steps_of_rollout} steps of a rollout "
+                f"(updates x mini_batches), between which weights are copied: try {fix}"
+            )
+        if self.where is Where.ALL:
+            raise UserError(
+                f"{name}.where is 'all', and {name}.rollout_devices is {apart}, which draw alone: leave {name}.where out"
+            )
+        if self.staleness_bound and importance_cap is None:
+            raise UserError(
+                f"{name}.importance_cap is None, and answers of up to {self.staleness_bound} steps ago ({name}.max_staleness) "
+                f"need importance weights: try 2.0, or {name}.max_staleness = 0"
+            )
+
+    def training_devices(self, count: int) -> int:
+        name, apart = type(self).__name__, self.rollout_devices
+        if not apart:
+            return count
+        if jax.process_count() > 1:
+            raise UserError(
+                f"{name}.rollout_devices is {apart}, and the run has {jax.process_count()} processes: drawing beside training "
+                f"is for one process, set {name}.rollout_devices = 0"
+            )
+        if apart >= count:
+            fix = f"try {count // 2}" if count > 1 else f"set {name}.rollout_devices = 0"
+            raise UserError(f"{name}.rollout_devices is {apart}, must be below the {count} devices of the run: {fix}")
+        used = (self.mesh.tensor or 1) * (self.mesh.data or 1)
+        if apart % used:
+            raise UserError(
+                f"ServingMesh.tensor x ServingMesh.data ({used}) must divide {name}.rollout_devices ({apart}): try "
+                f"{math.gcd(used, apart)}"
+            )
+        return count - apart
+
+    def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
+        """The engine with its copy of the parameters, on devices that train."""
+        if self.rollout_devices:
+            return ()
+        whole = model.plain
+        size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
+        # If they do not fit a process's own chips, they are sharded like the trained parameters.
+        own_chips = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
+        return (
+            own_chips if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
+            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
+        )
+
+    def rollout_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
+        """The engine, with its copy of the parameters and the next ones, which come while it draws."""
+        if not self.rollout_devices:
+            return ()
+        size = footprint.parameters_bytes(model) // (self.mesh.tensor or 1)
+        state = footprint.state_bytes(model, self.engine, dataset.length)
+        return (
+            ResidentArrays("engine's parameters", size),
+            ResidentArrays("next parameters", size),
+            ResidentArrays("engine's keys and values", state // (self.mesh.tensor or 1)),
+        )
