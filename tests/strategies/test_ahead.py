@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import time
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from capibara.optim import Optimizer, Schedule
 from capibara.planner.model import workload
 from capibara.planner.report import report
 from capibara.strategies.ahead import AheadDrawer
+from capibara.strategies.rollouts import Rollouts
 from capibara.training.base.options import Evaluation
 from capibara.training.recovery import Recovery
 from capibara.training.stability.anomalies import Anomalies
@@ -86,6 +88,25 @@ def test_each_token_is_weighed_by_the_policy_that_wrote_it(make_trainer, train, 
         assert seen.metrics[step]["importance_capped"] == pytest.approx(np.mean(beyond), abs=1e-6)
     assert max(seen.metrics[step]["staleness"] for step in (3, 4, 5)) > 0
     assert all(0 <= seen.metrics[5][name] <= 1 for name in ("training_idle", "rollout_idle"))
+
+
+@pytest.mark.parametrize("bound", [1, 2])
+def test_fast_drawing_is_ahead_by_the_bound_and_no_more(make_trainer, train, draws, monkeypatch, bound):
+    """Each step begins when so many rollouts are drawn."""
+    next_batch = Rollouts.next_batch
+
+    def patient(self, step, params):
+        batch = next_batch(self, step, params)
+        end_s = time.monotonic() + 60
+        while len(self._drawer._draws) < bound:
+            assert time.monotonic() < end_s, "a rollout was not drawn"
+            time.sleep(0.01)
+        return batch
+
+    monkeypatch.setattr(Rollouts, "next_batch", patient)
+    seen = train(make_trainer(APART | {"max_staleness": bound}, steps=5), devices=4)
+    assert draws == {step: max(0, step - 1 - bound) for step in range(1, 6)}
+    assert seen.metrics[5]["staleness"] == bound and seen.metrics[5]["rollout_idle"] > 0
 
 
 def test_a_rollout_waits_for_weights_within_the_bound(make_trainer, train, draws):

@@ -24,10 +24,10 @@ class Documents(list):
 @pytest.mark.parametrize("others, want", [([60, 95], 60), ([99, 98], 93), ([99, None], None)])
 def test_the_fullest_device_of_all_processes_counts_beside_the_train_step(others, want, monkeypatch):
     run = types.SimpleNamespace(step_temp_bytes=7)
-    monkeypatch.setattr(own_chips, "free_bytes", lambda reserved=0: 100 - reserved)
+    monkeypatch.setattr(own_chips, "free_bytes", lambda reserved, devices: 100 - reserved)
     monkeypatch.setattr(hosts, "gathered", lambda own: [others[0], own, others[1]])
     generator = object.__new__(Generator)
-    generator._run = run
+    generator._run, generator._devices = run, ()
     assert generator._free_bytes() == want
 
 
