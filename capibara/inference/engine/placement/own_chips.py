@@ -175,7 +175,8 @@ def _computed(same: Same, mesh: Mesh | None, rules: Rules) -> Callable[[Params],
 def _moved(x: jax.Array, target: Sharding) -> jax.Array:
     """Copies an array to other devices of this process, from device to device.
 
-    Where no device of the source has a shard of the target, `jax.device_put` reads the whole array to the host first.
+    Where no device of the source has a shard of the target, `jax.device_put` reads the whole array to the host first
+    (findings/jax_device_put_through_host.sh).
     """
     if x.sharding.device_set == target.device_set or not isinstance(x.sharding, NamedSharding):
         return jax.device_put(x, target)
