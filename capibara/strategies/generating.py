@@ -26,6 +26,8 @@ from capibara.models.api import Model
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
 
+# On devices apart: the engine's parameters, the next ones, and while these are replaced, or in an evaluation, a third set.
+COPIES_APART = 3
 _ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
 
 
@@ -105,6 +107,7 @@ class Generator:
             self._run.dataset.length,
             free=self._free_bytes(),
             devices=self._devices,
+            copies=COPIES_APART if self._devices else 1,
         )
         return None if layout is None else OwnChips(self._model, layout, rules)
 

@@ -15,6 +15,7 @@ from capibara.inference.engine.placement.own_chips import Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.models.api import Model
 from capibara.objectives.loss import Loss, ResidentArrays
+from capibara.strategies.generating import COPIES_APART
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,13 +124,13 @@ class RolloutLoss(Loss):
         )
 
     def rollout_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
-        """The engine, with its copy of the parameters and the next ones, which come while it draws."""
+        """The engine with its copy of the parameters, and those that come while it draws."""
         if not self.rollout_devices:
             return ()
         size = footprint.parameters_bytes(model) // (self.mesh.tensor or 1)
         state = footprint.state_bytes(model, self.engine, dataset.length)
         return (
             ResidentArrays("engine's parameters", size),
-            ResidentArrays("next parameters", size),
+            ResidentArrays("next parameters", (COPIES_APART - 1) * size),
             ResidentArrays("engine's keys and values", state // (self.mesh.tensor or 1)),
         )

@@ -60,6 +60,7 @@ def found(
     encoder_length: int | None = None,
     free: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    copies: int = 1,
 ) -> PyTree | None:
     """Shardings of the plain model's parameters on this process's own chips; None: they do not fit.
 
@@ -73,6 +74,7 @@ def found(
       config, length, encoder_length: of the engine.
       free: least free memory of any device of all processes; None: unknown, assumed sufficient.
       devices: the chips; None: all of this process.
+      copies: how many sets of parameters must fit at once.
 
     Raises:
       UserError: the mesh is impossible, or they do not fit where they must.
@@ -90,7 +92,7 @@ def found(
             if mesh.tensor is not None or tensor in (None, 1):
                 raise
             continue
-        need = _bytes_of_a_device(model, layout) + slots // (tensor or 1)
+        need = copies * _bytes_of_a_device(model, layout) + slots // (tensor or 1)
         least = min(least, need)
         if free is None or need <= free * _LEFT:
             return layout

@@ -41,6 +41,7 @@ def test_a_layer_is_shared_by_the_fewest_chips_that_hold_the_model(monkeypatch):
     assert found(None) == found(whole + 9) == {"data": 4}
     assert found(whole - 9) == {"data": 2, "tensor": 2}
     assert found(whole / 3) == {"tensor": 4}
+    assert own_chips.found(model, ServingMesh(), Where.AUTO, BATCHING, LENGTH, free=whole + 9, copies=9) is None
     assert found(whole / 3, num_kv_heads=2) is None  # two heads are not for four chips
     assert found(whole / 8) is None and found(whole, Where.ALL) is None
     assert found(None, mesh=ServingMesh(tensor=2)) == {"data": 2, "tensor": 2}
