@@ -5,6 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
+from capibara.inference.engine.engine import Engine
 from tests.inference.server.test_other_apis import HELLO, TEMPLATE, chat, claude, prompts, running  # noqa: F401
 
 BEGUN = [*HELLO, {"role": "assistant", "content": "In Oslo it is"}]
@@ -132,6 +133,55 @@ def test_a_key_of_a_part_that_the_template_would_not_get_is_refused(complete):
         complete([{"role": "user", "content": [part | {"source_lang_code": "en"}]}])
 
 
+def test_tokens_are_named_by_their_ids_where_that_is_asked_for(running, complete, chat):  # noqa: F811
+    ids = {"return_tokens_as_token_ids": True}
+    (choice,) = (
+        running.client()
+        .completions.create(model="tiny", prompt="a b", max_tokens=5, logprobs=1, extra_body=ids)
+        .choices
+    )
+    assert [int(name.removeprefix("token_id:")) for name in choice.logprobs.tokens]
+    firsts = [next(iter(values)) for values in choice.logprobs.top_logprobs]
+    assert firsts == choice.logprobs.tokens
+    content = complete(HELLO, logprobs=True, top_logprobs=1, **ids).choices[0].logprobs.content
+    spelled = [int(item.token.removeprefix("token_id:")) for item in content]
+    assert chat.vocabulary.decode(spelled) == b"".join(bytes(item.bytes or []) for item in content).decode()
+    assert all(item.top_logprobs[0].token == item.token for item in content)
+
+
+def test_a_chunk_without_tokens_has_no_log_probabilities(complete):
+    first, *others = complete(HELLO, stream=True, logprobs=True)
+    assert first.choices[0].logprobs is None and others[-1].choices[0].logprobs is None
+    assert any(chunk.choices[0].logprobs for chunk in others)
+
+
+def test_responses_take_the_other_sampling_parameters(running, monkeypatch):  # noqa: F811
+    asked = []
+    submit = Engine.submit  # the one that `prompts` has put in its place
+    monkeypatch.setattr(
+        Engine,
+        "submit",
+        lambda self, ids, sampling, **more: asked.append(sampling) or submit(self, ids, sampling, **more),
+    )
+    create = running.client().responses.create
+    create(model="tiny", input="x", extra_body={"top_k": 4, "repetition_penalty": 1.2, "seed": 42, "stop": ["q"]})
+    assert (asked[-1].top_k, asked[-1].repetition_penalty, asked[-1].seed, asked[-1].stop) == (4, 1.2, 42, ("q",))
+    with pytest.raises(openai.BadRequestError, match="top_k is -2"):
+        create(model="tiny", input="x", extra_body={"top_k": -2})
+
+
+def test_deltas_of_a_streamed_response_have_their_tokens(running, chat):  # noqa: F811
+    create = running.client().responses.create
+    include = ["message.output_text.logprobs"]
+    events = [*create(model="tiny", input="x", stream=True, include=include, max_output_tokens=300)]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert deltas and all(delta.logprobs for delta in deltas[:-1])
+    for delta in deltas[1:-1]:
+        assert "".join(item.token for item in delta.logprobs) == delta.delta
+    plain = create(model="tiny", input="x", stream=True, max_output_tokens=300)
+    assert not any(event.logprobs for event in plain if event.type == "response.output_text.delta")
+
+
 def test_a_choice_says_that_no_prompt_was_scored(running):  # noqa: F811
     (choice,) = running.client().completions.create(model="tiny", prompt="a", max_tokens=4).choices
-    assert choice.prompt_logprobs is None
+    assert choice.prompt_logprobs is None and choice.token_ids is None and choice.prompt_token_ids is None

@@ -12,11 +12,11 @@ from capibara.inference.server.service.service import RequestedText
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
 
 
-def token_log_probabilities(vocabulary: Vocabulary, pieces: Iterable[Piece]) -> list[Json]:
-    """The tokens of a chat's answer, each with the likeliest ones in its place."""
+def token_log_probabilities(vocabulary: Vocabulary, pieces: Iterable[Piece], by_id: bool = False) -> list[Json]:
+    """The tokens of a chat's answer, each with the likeliest ones in its place, by their texts or ids."""
     return [
-        _token(vocabulary, token, piece.log_probability)
-        | {"top_logprobs": [_token(vocabulary, *likely) for likely in piece.likeliest]}
+        _token(vocabulary, token, piece.log_probability, by_id)
+        | {"top_logprobs": [_token(vocabulary, *likely, by_id) for likely in piece.likeliest]}
         for piece in pieces
         if (token := piece.token) is not None
     ]
@@ -44,17 +44,20 @@ def prompt_log_probabilities(vocabulary: Vocabulary, ask: RequestedText, likelie
     return each
 
 
-def _token(vocabulary: Vocabulary, token: int, log_probability: float) -> Json:
+def _token(vocabulary: Vocabulary, token: int, log_probability: float, by_id: bool) -> Json:
     spelled = vocabulary.bytes_of([token])
+    text = spelled.decode("utf-8", "replace") or _without_text(vocabulary, token)
     return {
-        "token": spelled.decode("utf-8", "replace") or _without_text(vocabulary, token),
+        "token": f"token_id:{token}" if by_id else text,
         "bytes": [*spelled] or None,
         "logprob": max(LEAST_LOGPROB, log_probability),
     }
 
 
-def named(vocabulary: Vocabulary, token: int) -> str:
-    """A token's text, or its bytes if it is part of a character: as text, many tokens would have the same name."""
+def named(vocabulary: Vocabulary, token: int, by_id: bool = False) -> str:
+    """A token's text, or its bytes if it is part of a character: as text, many tokens would have the same name; or its id."""
+    if by_id:
+        return f"token_id:{token}"
     spelled = vocabulary.bytes_of([token])
     try:
         return spelled.decode() or _without_text(vocabulary, token)

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.calls.message import REASONING_KEYS
 from capibara.inference.engine.requests.stream import Completion, Piece
 from capibara.inference.server.openai.log_probabilities import (
@@ -79,6 +78,11 @@ class OpenAiReply(Reply):
     def _names_tokens(self) -> bool:
         return False
 
+    @property
+    def _by_id(self) -> bool:
+        """Whether tokens are named by their ids."""
+        return bool(self._asked.return_tokens_as_token_ids)
+
     def _text_of(self, part: Piece | Completion) -> str:
         return part.text
 
@@ -102,6 +106,8 @@ class OpenAiReply(Reply):
 
     def _chunk(self, index: int, text: str, pieces: Sequence[Piece], finish: str | None) -> Json:
         choice: Json = {"index": index, "finish_reason": finish} | self._part(text, pieces, finish, index)
+        if not pieces:  # the chunk has no token
+            choice["logprobs"] = None
         if self._asked.return_token_ids:
             choice["token_ids"] = _ids(pieces)
         chunk = self._about | {"object": self.chunk_kind, "choices": [choice]}
@@ -157,7 +163,10 @@ class CompletionReply(OpenAiReply):
         part = self._part(self._echoed[index] + text, pieces, finish, index)
         if echoed:
             part["logprobs"] = {name: values + part["logprobs"][name] for name, values in echoed.items()}
-        ask, extra = self._shown[index], dict[str, Any](prompt_logprobs=None)  # as vLLM's clients expect
+        ask = self._shown[index]
+        extra = dict[str, Any].fromkeys(
+            ("prompt_logprobs", "token_ids", "prompt_token_ids")
+        )  # as vLLM's clients expect
         if self._asked.return_token_ids:
             extra = {"token_ids": _ids(pieces), "prompt_token_ids": list(ask.ids)}
         if self._asked.prompt_logprobs is not None:
@@ -170,11 +179,11 @@ class CompletionReply(OpenAiReply):
         """The log probabilities of an echoed prompt's tokens; the first has none."""
         ask, vocabulary = self._shown[index], self._served.vocabulary
         assert ask.scores is not None, "they were asked for"
-        tokens = [named(vocabulary, token) for token in ask.ids]
+        tokens = [named(vocabulary, token, self._by_id) for token in ask.ids]
         count = self._asked.likeliest
         each = [max(LEAST_LOGPROB, value) for value in ask.scores.log_probabilities.tolist()]
         likeliest = [
-            _named_values(vocabulary, [(token, value), *zip(ids[:count].tolist(), values[:count].tolist())])
+            self._named_values([(token, value), *zip(ids[:count].tolist(), values[:count].tolist())])
             for token, value, ids, values in zip(
                 ask.ids[1:], each, ask.scores.likeliest, ask.scores.their_log_probabilities
             )
@@ -194,13 +203,20 @@ class CompletionReply(OpenAiReply):
         result: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for piece in pieces:
             if piece.token is not None:
-                result["tokens"].append(named(self._served.vocabulary, piece.token))
+                result["tokens"].append(named(self._served.vocabulary, piece.token, self._by_id))
                 result["token_logprobs"].append(max(LEAST_LOGPROB, piece.log_probability))
                 every = [(piece.token, piece.log_probability), *piece.likeliest]
-                result["top_logprobs"].append(_named_values(self._served.vocabulary, every))
+                result["top_logprobs"].append(self._named_values(every))
                 result["text_offset"].append(self._offsets[index])
             self._offsets[index] += len(self._text_of(piece))
         return result
+
+    def _named_values(self, each: Iterable[tuple[int, float]]) -> dict[str, float]:
+        """Log probabilities by the tokens' names, the chosen token's first, as vLLM returns it."""
+        values: dict[str, float] = {}
+        for token, value in each:
+            values.setdefault(named(self._served.vocabulary, token, self._by_id), max(LEAST_LOGPROB, value))
+        return values
 
 
 class ChatReply(OpenAiReply):
@@ -285,12 +301,8 @@ class ChatReply(OpenAiReply):
     def _logprobs(self, pieces: Iterable[Piece]) -> Json | None:
         if not self._names_tokens:
             return None
-        return {"content": token_log_probabilities(self._served.vocabulary, pieces), "refusal": None}
-
-
-def _named_values(vocabulary: Vocabulary, each: Iterable[tuple[int, float]]) -> dict[str, float]:
-    """Log probabilities by the tokens' names, the chosen token's among them, as OpenAI returns it."""
-    return {named(vocabulary, token): max(LEAST_LOGPROB, value) for token, value in reversed([*each])}
+        each = token_log_probabilities(self._served.vocabulary, pieces, self._by_id)
+        return {"content": each, "refusal": None}
 
 
 def _ids(pieces: Iterable[Piece]) -> list[int]:

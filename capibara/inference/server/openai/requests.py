@@ -1,7 +1,7 @@
 """Bodies of OpenAI's completions and chat API: parameters, their types, and what is refused.
 
 Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, include_reasoning, echo of chats, top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
-return_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_*; thinking_tokens as in `Sampling`.
+return_token_ids, return_tokens_as_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_*; thinking_tokens as in `Sampling`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,9 @@ class StreamOptions(pydantic.BaseModel):
     include_obfuscation: bool = False
 
 
-class ApiRequest(TextParameters):
-    """The parameters common to completions and chat; None: not set."""
+class SampledParameters(TextParameters):
+    """How tokens are chosen, in all of OpenAI's APIs; None: not set."""
 
-    unsupported = UNSUPPORTED
-    ignored = IGNORED
-
-    model: str
-    max_tokens: int | None = pydantic.Field(None, ge=1)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     top_k: int | None = pydantic.Field(None, ge=-1)  # 0, -1: all
@@ -63,8 +58,21 @@ class ApiRequest(TextParameters):
     min_tokens: int | None = pydantic.Field(None, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    stop: Any = None
+    seed: int | None = None
+
+
+class ApiRequest(SampledParameters):
+    """The parameters common to completions and chat; None: not set."""
+
+    unsupported = UNSUPPORTED
+    ignored = IGNORED
+
+    model: str
+    max_tokens: int | None = pydantic.Field(None, ge=1)
     prompt_logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = pydantic.Field(None, ge=-1)
     truncation_side: Literal["left", "right"] = "left"
     response_format: Any = None
@@ -74,8 +82,6 @@ class ApiRequest(TextParameters):
     guided_grammar: Any = None
     guided_choice: Any = None
     n: int | None = pydantic.Field(None, ge=1)
-    stop: Any = None
-    seed: int | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:

@@ -41,6 +41,7 @@ class ResponseReply(TypedReply):
         self._request, self._served = request, served
         self._answer = ChatAnswer(self._ask, requests.chat_tools(request), parallel)
         self._blocks, self._ids = Blocks(), dict[int, str]()
+        self._unnamed: list[Piece] = []  # those of the next delta
         self._sequence = 0
         self._about: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -81,6 +82,7 @@ class ResponseReply(TypedReply):
         ]
 
     def piece(self, index: int, piece: Piece) -> list[Json]:
+        self._unnamed.append(piece)
         return [*self._changed(self._blocks.add(self._answer.add(piece)))]
 
     def end(self, index: int, completion: Completion) -> list[Json]:
@@ -102,7 +104,11 @@ class ResponseReply(TypedReply):
                 case Change.BEGIN:
                     yield from self._begun(block)
                 case Change.EXTEND:
-                    extra: Json = {"logprobs": []} if block.kind is Kind.TEXT else {}
+                    named = token_log_probabilities(
+                        self._served.vocabulary, self._unnamed if self._request.has_logprobs else ()
+                    )
+                    self._unnamed.clear()
+                    extra: Json = {"logprobs": named} if block.kind is Kind.TEXT else {}
                     yield self._event(f"{_EVENTS[block.kind]}.delta", **self._place(block), delta=text, **extra)
                 case Change.END:
                     yield from self._ended(block)

@@ -7,9 +7,8 @@ from typing import Any, Literal
 import pydantic
 
 from capibara.inference.engine.requests.request import LIKELIEST
-from capibara.inference.server.openai.requests import IGNORED, ChatRequest
+from capibara.inference.server.openai.requests import IGNORED, ChatRequest, SampledParameters
 from capibara.inference.server.openai.texts import chat_texts
-from capibara.inference.server.service.bodies import TextParameters
 from capibara.inference.server.service.bounds import brief
 from capibara.inference.server.service.http_errors import Refusal
 from capibara.inference.server.service.service import RequestedText, Served, ServerConfig
@@ -37,7 +36,7 @@ class _Text(pydantic.BaseModel):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(TextParameters):
+class ResponsesRequest(SampledParameters):
     """The body of POST /v1/responses."""
 
     unsupported = {
@@ -50,8 +49,6 @@ class ResponsesRequest(TextParameters):
     input: Any
     instructions: str | None = None
     max_output_tokens: int | None = pydantic.Field(None, ge=1)
-    temperature: float | None = pydantic.Field(None, ge=0, le=2)
-    top_p: float | None = pydantic.Field(None, ge=0, le=1)
     top_logprobs: int | None = pydantic.Field(None, ge=0, le=LIKELIEST)
     tools: list[Any] | None = None
     tool_choice: Any = None
@@ -85,8 +82,6 @@ def response_texts(request: ResponsesRequest, served: Served, config: ServerConf
             request, keeps_developer=served.chat is not None and served.chat.template.mentions("developer")
         ),
         "max_completion_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
         "logprobs": request.has_logprobs or None,
         "top_logprobs": request.top_logprobs,
         "tools": tools or None,
@@ -94,6 +89,9 @@ def response_texts(request: ResponsesRequest, served: Served, config: ServerConf
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _format(request.text),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+    }
+    values |= {
+        name: getattr(request, name) for name in SampledParameters.model_fields if name not in ("model", "stream")
     }
     return chat_texts(ChatRequest.model_validate(values), served, config)
 
