@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import capibara
 from capibara.core.types import UserError
 from capibara.inference.engine.requests.stream import Completion
 from capibara.inference.server.anthropic.replies import MessageReply, error_of
@@ -96,6 +97,10 @@ def app_of(
         if served is None or name not in (served.name, *served.adapters):
             raise Refusal(404, f"{name[:100]!r} is no model here", param="model", code="model_not_found")
         return JSONResponse(_about(served, name))
+
+    @app.get("/version", dependencies=checked)
+    async def version() -> Response:
+        return JSONResponse({"version": capibara.__version__})
 
     @app.get("/health")
     async def health() -> Response:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
+import capibara as cb
 from capibara.inference.engine.engine import Engine
 from tests.inference.server.test_other_apis import HELLO, TEMPLATE, chat, claude, prompts, running  # noqa: F401
 
@@ -180,6 +183,21 @@ def test_deltas_of_a_streamed_response_have_their_tokens(running, chat):  # noqa
         assert "".join(item.token for item in delta.logprobs) == delta.delta
     plain = create(model="tiny", input="x", stream=True, max_output_tokens=300)
     assert not any(event.logprobs for event in plain if event.type == "response.output_text.delta")
+
+
+def test_conversations_are_tokenized_as_they_would_be_asked(running, chat):  # noqa: F811
+    post = lambda **body: json.loads(running.http("POST", "/tokenize", json.dumps(body))[1])  # noqa: E731
+    begun, ended, open_ = (
+        post(messages=BEGUN, **options)["tokens"] for options in (CONTINUE, {"add_generation_prompt": False}, {})
+    )
+    texts = [chat.vocabulary.decode(ids) for ids in (begun, ended, open_)]
+    assert texts[0].endswith("In Oslo it is") and texts[2] == f"{texts[1]}assistant: "
+    special = post(messages=BEGUN, add_special_tokens=True)["tokens"]
+    assert special == [*chat.vocabulary.begin_ids, *open_]
+    answer = post(prompt="river", return_token_strs=True)
+    assert answer["token_strs"] == [chat.vocabulary.tokenizer.id_to_token(token) for token in answer["tokens"]]
+    assert post(prompt="river")["token_strs"] is None
+    assert json.loads(running.http("GET", "/version")[1]) == {"version": cb.__version__}
 
 
 def test_a_choice_says_that_no_prompt_was_scored(running):  # noqa: F811

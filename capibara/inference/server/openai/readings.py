@@ -9,6 +9,7 @@ import numpy as np
 import pydantic
 
 from capibara.core.fields import short
+from capibara.data.tokenizers import entries
 from capibara.inference.server.openai.conversations import rendered
 from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids
 from capibara.inference.server.openai.requests import ChatRequest
@@ -35,12 +36,16 @@ class EmbeddingRequest(Parameters):
 
 
 class TokenizeRequest(Parameters):
-    """The body of POST /tokenize: a prompt, or messages."""
+    """The body of POST /tokenize: a prompt, or messages; a template writes special tokens itself, unless more are asked for."""
 
     prompt: str | None = None
     messages: list[Any] | None = pydantic.Field(None, min_length=1)
     tools: list[Any] | None = None
-    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Parameters):
@@ -83,13 +88,17 @@ def tokenize(request: TokenizeRequest, served: Served, config: ServerConfig) -> 
     if request.prompt is not None:
         bounds.check_prompt(request.prompt, served, config)
         with invalid("prompt"):
-            plain = not request.add_special_tokens
+            plain = request.add_special_tokens is False
             ids = served.vocabulary.encode(request.prompt) if plain else prompt_ids(request.prompt, served)
     else:
-        asked = {"model": request.model or served.name, "messages": request.messages, "tools": request.tools}
-        talk, text = rendered(ChatRequest.model_validate(asked), served, config)
-        ids = talk.ids_of(text)
-    return {"count": len(ids), "max_model_len": served.length, "tokens": ids}
+        names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+        asked = {"model": request.model or served.name} | {name: getattr(request, name) for name in names}
+        chat = ChatRequest.model_validate(asked)
+        chat.check()
+        talk, text = rendered(chat, served, config)
+        ids = [*(served.vocabulary.begin_ids if request.add_special_tokens else ()), *talk.ids_of(text)]
+    strings = [entries.entry(served.vocabulary, token) for token in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": served.length, "tokens": ids, "token_strs": strings}
 
 
 def detokenize(request: DetokenizeRequest, served: Served, config: ServerConfig) -> Json:
