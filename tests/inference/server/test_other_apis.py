@@ -308,3 +308,22 @@ def test_responses_follow_a_schema(served):
             text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}},
         )  # fmt: skip
     assert json.loads(reply.output_text)["n"] in (1, 2)
+
+
+def test_messages_follow_a_schema(served):
+    """With the real engine."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    asked = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "x"}]}
+    with Running(served) as running:
+        url = "http://{}:{}".format(*running.address)
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        reply = client.messages.create(**asked, output_config={"format": {"type": "json_schema", "schema": schema}})
+        assert json.loads(reply.content[0].text)["n"] in (1, 2)
+        for config, message in (
+            ({"format": {"type": "text"}}, "output_config.format is .* must have type json_schema and a schema"),
+            ({"format": {"type": "json_schema"}}, "schema"),
+            ({"effort": "high"}, "reasoning_effort is nothing that the chat template asks for"),
+            ({"task_budget": 3}, "output_config.task_budget is not a parameter"),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=message):
+                client.messages.create(**asked, output_config=config)

@@ -20,7 +20,6 @@ Json = dict[str, Any]
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("container", "context_management", "mcp_servers"), ({}, [])),
-    "output_config": ({},),
 }
 
 
@@ -31,6 +30,15 @@ class _Thinking(pydantic.BaseModel):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = pydantic.Field(None, ge=1)
+
+
+class _OutputConfig(pydantic.BaseModel):
+    """output_config: the schema of a text that is JSON, and how much the model thinks."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True)
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
 
 
 class CountRequest(Parameters):
@@ -55,6 +63,7 @@ class MessagesRequest(CountRequest, TextParameters):
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     top_k: int | None = pydantic.Field(None, ge=0)
     stop_sequences: list[str] | None = None
+    output_config: _OutputConfig | None = None
 
 
 class _Choice(pydantic.BaseModel):
@@ -79,9 +88,21 @@ def message_texts(request: MessagesRequest, served: Served, config: ServerConfig
         "top_p": request.top_p,
         "top_k": request.top_k or None,  # 0: no limit
         "stop": request.stop_sequences or None,
+        "response_format": _format(request.output_config),
+        "reasoning_effort": request.output_config and request.output_config.effort,
         "thinking_tokens": None if request.thinking is None else request.thinking.budget_tokens,
     }
     return chat_texts(_chat(request, options), served, config)
+
+
+def _format(output: _OutputConfig | None) -> Json | None:
+    """The form of an answer as the chat API has it."""
+    if output is None or output.format is None:
+        return None
+    if output.format.get("type") != "json_schema":
+        message = f"output_config.format is {brief(output.format)}, must have type json_schema and a schema"
+        raise Refusal(400, message, param="output_config", code="invalid_value")
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": output.format.get("schema")}}
 
 
 def count_tokens(request: CountRequest, served: Served, config: ServerConfig) -> Json:

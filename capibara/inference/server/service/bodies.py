@@ -17,7 +17,15 @@ T = TypeVar("T", bound="Parameters")
 
 _LONGEST_NAME = 60  # characters of a parameter's name in an error
 # A grammar is compiled, and the prompt's tokens are scored by a program, before the text is requested.
-_WAITED_FOR = {"echo", "prompt_logprobs", "response_format", "structured_outputs", "tool_choice", "text"}
+_WAITED_FOR = {
+    "echo",
+    "output_config",
+    "prompt_logprobs",
+    "response_format",
+    "structured_outputs",
+    "tool_choice",
+    "text",
+}
 
 
 class Parameters(pydantic.BaseModel):
