@@ -192,9 +192,16 @@ _READINGS: dict[str, _ReadingRoute[Any]] = {
 
 
 def _about(served: Served, name: str) -> dict[str, Any]:
-    """Describes the model, or one of its adapters."""
-    about = {"id": name, "object": "model", "created": int(served.created_s), "owned_by": "capibara"}
-    return about if name == served.name else about | {"parent": served.name}
+    """Describes the model, or one of its adapters, as vLLM does; but paths of this machine are not told."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(served.created_s),
+        "owned_by": "capibara",
+        "root": served.name,
+        "parent": None if name == served.name else served.name,
+        "max_model_len": served.length,
+    }
 
 
 def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:

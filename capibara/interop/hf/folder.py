@@ -29,6 +29,9 @@ WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "c
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _SHARD_BYTES = 5 * 10**9
+_SAME = {
+    "kimi_k2": "deepseek_v3"
+}  # model types of files with code of their own -> transformers' with the same arithmetic
 _MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -170,9 +173,11 @@ def config_of(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, CONFIG)
     try:
-        return limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES, unlimited=True)
+        values = limits.read_json(path, limits.SMALL_BYTES, values=_CONFIG_VALUES, unlimited=True)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist: a Hugging Face folder has one") from None
+    named = values.get("model_type")
+    return values | {"model_type": _SAME[named]} if isinstance(named, str) and named in _SAME else values
 
 
 def save_hf(

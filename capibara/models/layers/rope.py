@@ -106,11 +106,15 @@ class Rope:
                 f"Rope.original_length is {self.original_length}, {self.scaling} scaling needs the row length of "
                 "pre-training: try 8192"
             )
-        for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
-            if not 0 < getattr(self, low) < getattr(self, high):
-                raise UserError(
-                    f"Rope.{low} ({getattr(self, low)}) must be above 0 and below {high} ({getattr(self, high)})"
-                )
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise UserError(
+                f"Rope.low_frequency_factor ({self.low_frequency_factor}) must be above 0 and below high_frequency_factor "
+                f"({self.high_frequency_factor})"
+            )
+        if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 has 1 for both
+            raise UserError(
+                f"Rope.beta_slow ({self.beta_slow}) must be above 0 and at most beta_fast ({self.beta_fast})"
+            )
         for name in ("short_factors", "long_factors"):
             if not all(0 < value < math.inf for value in getattr(self, name)):
                 raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")

@@ -1,0 +1,150 @@
+"""vLLM's own tests of its HTTP API, against capibara's server.
+
+    pip download --no-binary :all: --no-deps vllm==0.33.0    (its source, unpacked: the folder that has tests/entrypoints)
+    python benchmarks/vllm_api_tests.py --source=vllm-0.33.0 --python=VENV/bin/python --model=SmolLM2-135M-Instruct \\
+        --adapter=peft/some [--json=OUT] [--only=completion]
+
+VENV has vllm, pytest, pytest-asyncio and anthropic. The tests that start a server without a GPU's features run as they are,
+with a server of ours and a small model that stands for the one that they name; those of its classes run there, too, and
+say nothing of us. A failure is
+    refused         our server said no, by the parameter's name: docs/unsupported.md, or the chat template has no such variable
+    other           of an endpoint or flag of vLLM that we do not have, or of what the named model would say (listed below)
+    FAILED          anything else: then the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+
+HERE = pathlib.Path(__file__).resolve().parent
+FILES = """
+openai/models/test_models openai/completion/test_completion openai/completion/test_prompt_validation
+openai/completion/test_token_in_token_out openai/chat_completion/test_chat openai/chat_completion/test_chat_completion
+openai/chat_completion/test_chat_echo openai/chat_completion/test_chat_logit_bias_validation
+openai/chat_completion/test_include_reasoning openai/chat_completion/test_logprob_token_ids
+openai/chat_completion/test_completion_with_function_calling openai/chat_completion/test_root_path
+openai/test_chunked_prompt openai/test_return_tokens_as_ids openai/test_return_token_ids openai/responses/test_simple
+serve/tokenize/test_tokenization serve/instrumentator/test_basic anthropic/test_messages
+""".split()
+# What our server says where it refuses something by its name.
+REFUSED = re.compile(
+    r"is not supported|is not a parameter|is nothing that the chat template asks for|and the template asks for"
+    r"|the model's chat template leaves out|greater than or equal to 0|\bmust be at most \d+ \(\d+ tokens of prompt"
+)
+OTHER: dict[str, str] = {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("source", "python", "model", "adapter"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--only", default="", help="files whose names have this")
+    parser.add_argument("--json", help="write the results here")
+    args = parser.parse_args()
+    results: dict[str, tuple[str, str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        root = _copied(pathlib.Path(args.source), pathlib.Path(folder))
+        for name in FILES:
+            if args.only in name:
+                results |= _run(root, name, args)
+                _show(name, results)
+    counts = {
+        kind: sum(of == kind for of, _ in results.values())
+        for kind in ("passed", "skipped", "refused", "other", "FAILED")
+    }
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return int(counts["FAILED"] > 0)
+
+
+def _copied(source: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    """The tests, with our server in the place of theirs."""
+    shutil.copytree(source / "tests" / "entrypoints", folder / "tests" / "entrypoints")
+    for path in [folder / "tests", *(folder / "tests").rglob("*")]:
+        if path.is_dir():
+            (path / "__init__.py").touch()
+    (folder / "tests" / "entrypoints" / "conftest.py").touch()
+    shutil.copy(HERE / "peers" / "vllm_api" / "utils.py", folder / "tests" / "utils.py")
+    shutil.copy(HERE / "peers" / "vllm_api" / "conftest.py", folder / "conftest.py")
+    scope = "".join(f"asyncio_default_{kind}_loop_scope = module\n" for kind in ("fixture", "test"))
+    (folder / "pytest.ini").write_text(f"[pytest]\nasyncio_mode = auto\n{scope}")
+    return folder
+
+
+def _run(root: pathlib.Path, name: str, args: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Test -> its kind and the reason."""
+    server = [
+        sys.executable,
+        "-m",
+        "capibara.serve",
+        f"--model={os.path.abspath(args.model)}",
+        "--gin.EngineConfig.slots=4",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"VLLM_API_SERVER": shlex.join(server), "VLLM_API_SOURCE": os.path.abspath(args.source)}
+    environment |= {"VLLM_API_MODEL": os.path.abspath(args.model), "VLLM_API_ADAPTER": os.path.abspath(args.adapter)}
+    report = root / "report.xml"
+    report.unlink(missing_ok=True)
+    command = [
+        args.python,
+        "-m",
+        "pytest",
+        "-q",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        f"--junitxml={report}",
+    ]
+    subprocess.run(
+        [*command, f"tests/entrypoints/{name}.py"], cwd=root, env=environment, stdout=subprocess.DEVNULL, check=False
+    )
+    if not report.exists():
+        return {f"{name}::": ("FAILED", "pytest has ended early")}
+    return {
+        f"{name}::{case.get('name')}": _kind(name, case)
+        for case in ElementTree.parse(report).getroot().iter("testcase")
+    }
+
+
+def _kind(name: str, case: ElementTree.Element) -> tuple[str, str]:
+    """The kind of a test's result, and the reason."""
+    if case.find("skipped") is not None:
+        return "skipped", ""
+    faults = [fault for fault in (case.find("failure"), case.find("error")) if fault is not None]
+    if not faults:
+        return "passed", ""
+    text = " ".join(f"{fault.get('message')} {fault.text}" for fault in faults)
+    if said := REFUSED.search(text):
+        line = next((line for line in text.splitlines() if REFUSED.search(line)), said[0])
+        return "refused", line.strip()[-200:]
+    test = f"{name.rpartition('/')[2]}::{str(case.get('name')).partition('[')[0]}"
+    if test in OTHER:
+        return "other", OTHER[test]
+    lines = [line for line in text.splitlines() if line.startswith("E ")] or [text[:200]]
+    return "FAILED", " | ".join(line.strip() for line in lines[:3])[:400]
+
+
+def _show(name: str, results: dict[str, tuple[str, str]]) -> None:
+    of_file = {test: result for test, result in results.items() if test.startswith(f"{name}::")}
+    passed = sum(kind == "passed" for kind, _ in of_file.values())
+    print(f"{name}: {passed} of {len(of_file)} passed", flush=True)
+    for test, (kind, reason) in of_file.items():
+        if kind not in ("passed", "skipped"):
+            print(f"    {kind:<8} {test.partition('::')[2]}: {reason}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
