@@ -106,15 +106,12 @@ class Rope:
                 f"Rope.original_length is {self.original_length}, {self.scaling} scaling needs the row length of "
                 "pre-training: try 8192"
             )
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise UserError(
-                f"Rope.low_frequency_factor ({self.low_frequency_factor}) must be above 0 and below high_frequency_factor "
-                f"({self.high_frequency_factor})"
-            )
-        if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 has 1 for both
-            raise UserError(
-                f"Rope.beta_slow ({self.beta_slow}) must be above 0 and at most beta_fast ({self.beta_fast})"
-            )
+        # Llama 4 Scout and Kimi K2 have 1 for both: frequencies step from one to the other.
+        for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
+            if not 0 < getattr(self, low) <= getattr(self, high):
+                raise UserError(
+                    f"Rope.{low} ({getattr(self, low)}) must be above 0 and at most {high} ({getattr(self, high)})"
+                )
         for name in ("short_factors", "long_factors"):
             if not all(0 < value < math.inf for value in getattr(self, name)):
                 raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")
@@ -214,7 +211,8 @@ class Rope:
     def _llama3(self, base: np.ndarray) -> np.ndarray:
         turns = self._original_length * base / (2 * math.pi)
         # 0: divided by the full factor; 1: unchanged.
-        share = (turns - self.low_frequency_factor) / (self.high_frequency_factor - self.low_frequency_factor)
+        between = self.high_frequency_factor - self.low_frequency_factor
+        share = (turns - self.low_frequency_factor) / between if between else turns > self.low_frequency_factor
         share = np.clip(share, 0.0, 1.0)
         return base / self.factor * (1 - share) + base * share
 

@@ -59,3 +59,24 @@ def test_factors_are_one_for_each_frequency(changes, message):
         Rope(long_factors=(0.0,))
     with pytest.raises(UserError, match="Rope.original_length is None, dynamic scaling needs the row length"):
         Rope(scaling="dynamic", factor=2.0)
+
+
+def test_one_bound_for_both_is_a_step():
+    """Llama 4 Scout's published values; transformers 5.24 computes these of them."""
+    bounds = {"low_frequency_factor": 1.0, "high_frequency_factor": 1.0}
+    rope = Rope(theta=500000.0, scaling="llama3", factor=16.0, original_length=8192, **bounds)
+    plain = 500000.0 ** (-np.arange(64) / 64)
+    step = int(np.sum(8192 * plain / (2 * np.pi) > 1))
+    got = np.asarray(rope.frequencies(128), np.float64)
+    np.testing.assert_allclose(got[:step], plain[:step], rtol=1e-5)
+    np.testing.assert_allclose(got[step:], plain[step:] / 16, rtol=1e-5)
+    np.testing.assert_allclose(got[[34, 35]], [9.3847e-4, 4.7781e-5], rtol=1e-4)
+    with pytest.raises(UserError, match="low_frequency_factor .2.0. must be above 0 and at most"):
+        Rope(
+            theta=500000.0,
+            scaling="llama3",
+            factor=16.0,
+            original_length=8192,
+            low_frequency_factor=2.0,
+            high_frequency_factor=1.0,
+        )

@@ -274,7 +274,7 @@ def post(running, path, body):
 def test_texts_become_tokens_and_tokens_texts(running, served):
     assert post(running, "/tokenize", {"prompt": "the cat"}) == (
         200,
-        {"count": 6, "max_model_len": 256, "tokens": served.vocabulary.prompt_ids("the cat")},
+        {"count": 6, "max_model_len": 256, "tokens": served.vocabulary.prompt_ids("the cat"), "token_strs": None},
     )
     status, chat = post(running, "/tokenize", {"model": "tiny", "messages": HELLO})
     assert status == 200
