@@ -25,8 +25,8 @@ from capibara import config
 from capibara.cli import convert
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop.gguf import names as gguf_names
-from capibara.interop.gguf import rope as gguf_rope
 from capibara.interop.gguf import vocabulary as gguf_vocabulary  # noqa: E402
+from capibara.interop.gguf.layout import rope as gguf_rope
 from capibara.interop.gguf.read import GgufModel, open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.models import api  # noqa: E402
@@ -386,8 +386,8 @@ def test_bad_files(tmp_path):
         open_gguf(other)
     with one_line("cannot be read"):
         open_gguf(tmp_path / "none.gguf")
-    with one_line("'mamba' is not known here, must be one of gemma"):
-        open_gguf(copy(path, other, values={"general.architecture": "mamba"}))
+    with one_line("'rwkv7' is not known here, must be one of arcee"):
+        open_gguf(copy(path, other, values={"general.architecture": "rwkv7"}))
     with one_line("tensor blk.1.attn_k.weight is missing"):
         open_gguf(copy(path, other, drop=("blk.1.attn_k.weight",)))
     with one_line("tensor blk.0.ffn_up.bias is not known in llama models"):
@@ -483,7 +483,7 @@ def test_a_factor_without_a_kind_is_linear_as_in_llama_cpp(tmp_path):
 @pytest.mark.parametrize(
     "name, changes, match",
     [
-        ("llama", {"model_type": "bloom"}, "'bloom' has no GGUF form here"),
+        ("llama", {"model_type": "gptj"}, "'gptj' has no GGUF form here"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act of the llama model is 'gelu'"),
         ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' of a llama model"),

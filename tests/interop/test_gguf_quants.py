@@ -21,7 +21,8 @@ from capibara.core.types import UserError  # noqa: E402
 from capibara.interop.gguf import k_quants, values
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import types as gguf_types
-from capibara.interop.gguf.read import open_gguf, stored_shape  # noqa: E402
+from capibara.interop.gguf.layout import tensors as gguf_tensors
+from capibara.interop.gguf.read import open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.interop.quantize import options as quantize  # noqa: E402
 from capibara.multihost import exits
@@ -194,8 +195,7 @@ def types(config: dict, dtype: str) -> dict[str, str]:
     """The type of each tensor in a file."""
     family = gguf_names.of_model_type(config["model_type"])
     wanted, of = family.tensors(config), gguf_types.Types.of(dtype, config, family)
-    experts = gguf_names.expert_count(wanted)
-    return {tensor.stored: of.type(tensor.stored, stored_shape(tensor, experts)).name for tensor in wanted}
+    return {tensor.stored: of.type(tensor.stored, tensor.stored_shape).name for tensor in wanted}
 
 
 def layer_of(tensor: str) -> tuple[int, str]:
@@ -255,10 +255,10 @@ def test_a_file_of_k_quants_is_read_as_llama_cpp_reads_it(tmp_path, capfd):
         if here.tensor_type.name == "F32":
             np.testing.assert_array_equal(got, weights[tensor.name])
             continue
-        turned = gguf_names.to_gguf(weights[tensor.name], tensor.change, family.heads(config))
+        turned = gguf_tensors.to_gguf(weights[tensor.name], tensor.change, family.heads(config))
         np.testing.assert_array_equal(here.data, ggml.quantized(turned, here.tensor_type.name), err_msg=tensor.name)
         want = ggml.values(here.data, here.tensor_type.name)
-        np.testing.assert_array_equal(got, gguf_names.to_checkpoint(want, tensor.change, family.heads(config)))
+        np.testing.assert_array_equal(got, gguf_tensors.to_checkpoint(want, tensor.change, family.heads(config)))
 
 
 def test_a_few_tensors_are_held_at_once(tmp_path):

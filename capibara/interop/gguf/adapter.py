@@ -15,7 +15,8 @@ import numpy as np
 from capibara.core.types import UserError
 from capibara.interop.gguf import config as gguf_config
 from capibara.interop.gguf import names as gguf_names
-from capibara.interop.gguf.names import Change, Tensor
+from capibara.interop.gguf.layout import tensors as gguf_tensors
+from capibara.interop.gguf.layout.tensors import Change, Tensor
 from capibara.interop.peft.folder import Pair
 from capibara.storage import outputs, partial
 
@@ -36,7 +37,8 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
     """
     family = gguf_names.of_model_type(config.get("model_type"))
     gguf_config.to_metadata(config)  # raises if the base is not supported
-    known, heads = {tensor.name: tensor for tensor in family.tensors(config)}, family.heads(config)
+    tensors, heads = family.tensors(config), family.heads(config)
+    known = {tensor.name: tensor for tensor in tensors if tensor.parts == 1}
     stored: dict[str, list[tuple[Tensor, Pair]]] = {}
     for pair in pairs:
         tensor = known.get(pair.name)
@@ -47,9 +49,9 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
         stored.setdefault(tensor.stored, []).append((tensor, pair))
     values, alpha = {}, _alpha(stored)
     for name, of_tensor in stored.items():
-        of_tensor.sort(key=lambda item: item[0].expert or 0)
+        of_tensor.sort(key=lambda item: item[0].index or 0)
         a, b = zip(*(_parts(tensor, pair, alpha, heads) for tensor, pair in of_tensor))
-        of_experts = of_tensor[0][0].expert is not None
+        of_experts = of_tensor[0][0].index is not None
         values[f"{name}.lora_a"], values[f"{name}.lora_b"] = (np.stack(x) if of_experts else x[0] for x in (a, b))
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
         _write(unfinished, family.arch, alpha, values)
@@ -66,13 +68,13 @@ def _alpha(stored: Mapping[str, list[tuple[Tensor, Pair]]]) -> float:
 def _parts(tensor: Tensor, pair: Pair, alpha: float, heads: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """`lora_a` [rank, inputs] and `lora_b` [outputs, rank] of the file."""
     change = Change.NONE if tensor.change is Change.TRANSPOSED else tensor.change  # lora_A reads inputs either way
-    b = gguf_names.to_gguf(pair.b, change, heads)
+    b = gguf_tensors.to_gguf(pair.b, change, heads)
     numerator = pair.scale * pair.rank
     return pair.a, b if numerator == alpha else b * (numerator / alpha)
 
 
 def _write(path: str, arch: str, alpha: float, values: Mapping[str, np.ndarray]) -> None:
-    gguf = gguf_names.package()
+    gguf = gguf_tensors.package()
     writer = gguf.GGUFWriter(path, arch)
     try:
         writer.add_type(gguf.GGUFType.ADAPTER)

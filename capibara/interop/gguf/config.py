@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.gguf import gemma3n
 from capibara.interop.gguf import names as gguf_names
-from capibara.interop.gguf import rope as gguf_rope
+from capibara.interop.gguf.layout import foreign, gemma3n, metadata
+from capibara.interop.gguf.layout import rope as gguf_rope
+from capibara.interop.gguf.layout.family import Family as Declared
 from capibara.interop.gguf.names import Family
 
 # Name in config.json -> metadata key, without the architecture that it begins with.
@@ -44,33 +44,8 @@ _PERIODS = {"gemma2": 2, "gemma3_text": 6, gemma3n.MODEL_TYPE: 5, "gpt_oss": 2}
 _ODD_SCALE = {"gemma2": 46, "gemma3_text": 62}
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
 _WINDOW_LOST = ("mistral", "mixtral", "phi3")
-# Metadata that are not part of a config.json: sizes that the tensors have too, and bookkeeping.
-_KNOWN = frozenset(
-    """
-    attention.value_length vocab_size features_length tensor_data_layout pooling_type
-    expert_feed_forward_length rope.scaling.finetuned rope.scaling.original_context_length
-    """.split()
-)
 # Those of one family.
 _OF_FAMILY = {gemma3n.MODEL_TYPE: ("activation_sparsity_scale",)}
-# Metadata that change what is computed, and the values with which they do not.
-_NEUTRAL = {
-    "attention.causal": (True,),
-    "logit_scale": (0, 1),
-    "residual_scale": (0, 1),
-    "embedding_scale": (0, 1),
-    "expert_weights_scale": (0, 1),
-    "expert_weights_norm": (True,),
-    "expert_gating_func": (
-        0,
-        1,
-        3,
-    ),  # softmax before and after the choice of experts are equal, with normalised weights
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "interleave_moe_layer_step": (0, 1),
-    "moe_every_n_layers": (0, 1),
-}
 
 
 def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +57,8 @@ def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
       UserError: llama.cpp cannot compute this model, or a value is missing.
     """
     family = gguf_names.of_model_type(config.get("model_type"))
+    if isinstance(family, Declared):
+        return metadata.write(config, family)
     _check_fixed(config, family)
     values: dict[str, Any] = {"vocab_size": config["vocab_size"]}
     derived: dict[str, Any] = {"num_key_value_heads": family.heads(config)[1], "head_dim": family.head_dim(config)}
@@ -145,22 +122,6 @@ def _layer_types(config: Mapping[str, Any], family: Family) -> list[str]:
     return ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers)]
 
 
-def family_of(arch: Any, values: Mapping[str, Any]) -> Family:
-    """The family of a file: several model types share the architecture llama.
-
-    Raises:
-      UserError: none is known.
-    """
-    if arch == "llama":
-        windowed = "mistral" if values.get("attention.sliding_window") else "llama"
-        return gguf_names.FAMILIES["mixtral" if values.get("expert_count") else windowed]
-    result = [family for family in gguf_names.FAMILIES.values() if family.arch == arch]
-    if not result:
-        known = ", ".join(sorted({family.arch for family in gguf_names.FAMILIES.values()}))
-        raise UserError(f"general.architecture {arch!r} is not known here, must be one of {known}")
-    return result[0]
-
-
 def from_metadata(
     arch: Any, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], divided: np.ndarray | None
 ) -> dict[str, Any]:
@@ -175,7 +136,9 @@ def from_metadata(
     Raises:
       UserError: the architecture is not known, or a value is missing or varies from layer to layer.
     """
-    family = family_of(arch, values)
+    family = gguf_names.of_arch(arch, values)
+    if isinstance(family, Declared):
+        return metadata.read(values, shapes, divided, family)
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for name in family.fields:
         value = values.get(FIELDS[name])
@@ -223,28 +186,12 @@ def _check_counts(arch: Any, config: Mapping[str, Any], shapes: Mapping[str, tup
 
 def _check_foreign(arch: Any, values: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> None:
     """Raises where the metadata say something that the family's config.json cannot, or that is not known here."""
-    supported = (
-        {FIELDS[name] for name in family.fields} | _KNOWN | gguf_rope.KEYS | {*_OF_FAMILY.get(family.model_type, ())}
-    )
-    for key, value in values.items():
-        if key in supported or value in _same(key, values, family, config):
-            continue
-        if key == "attention.sliding_window_pattern" and family.model_type in _PERIODS:
-            _check_pattern(arch, value, config, family)
-            continue
-        raise UserError(
-            f"{arch}.{key} is {limits.shortened(value)}, {family.model_type} models here have none: take another file of the model"
-        )
-
-
-def _same(key: str, values: Mapping[str, Any], family: Family, config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values with which a key changes nothing."""
-    if key == "attention.sliding_window":  # of a family without: it must not be shorter than the longest row
-        longest = family.get(config, "max_position_embeddings")
-        return (0, values[key]) if values[key] >= longest else (0,)
-    of_all = key.removesuffix("_swa")  # what layers with a window have of their own
-    neutral: tuple[Any, ...] = _NEUTRAL.get(key, (0, "", [], family.fixed.get(key)))
-    return neutral if of_all == key else (*neutral, values.get(of_all))
+    supported = {FIELDS[name] for name in family.fields} | gguf_rope.KEYS | {*_OF_FAMILY.get(family.model_type, ())}
+    if family.model_type in _PERIODS and (pattern := values.get("attention.sliding_window_pattern", 0)) != 0:
+        _check_pattern(arch, pattern, config, family)
+        supported.add("attention.sliding_window_pattern")
+    longest = family.get(config, "max_position_embeddings")
+    foreign.check(arch, family.model_type, values, supported, longest=longest, fixed=family.fixed)
 
 
 def _check_pattern(arch: Any, pattern: Any, config: Mapping[str, Any], family: Family) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core import limits
-from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf.layout import tensors as gguf_tensors
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -194,7 +194,7 @@ class GgufFile:
         return tensors
 
     def _tensor(self, info: _Info, start: int, alignment: int) -> StoredTensor:
-        gguf = gguf_names.package()
+        gguf = gguf_tensors.package()
         shown, count = limits.shortened(info.name), math.prod(info.shape)
         try:
             kind = gguf.GGMLQuantizationType(info.kind)

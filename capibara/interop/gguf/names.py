@@ -10,47 +10,16 @@ rows of the per-layer table, y its width and x that of all layers, r LAuReL's ra
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Iterable, Mapping
+import importlib
+import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.interop.gguf import gemma3n
-
-Shape = tuple[int, ...]
-# llama.cpp supports these in float32 only.
-EXACT = (
-    "ffn_gate_inp.weight",
-    "position_embd.weight",
-    ".bias",
-    "altup_correct_coef.weight",
-    "altup_predict_coef.weight",
-)
-
-
-def package() -> Any:
-    """The gguf package."""
-    return extras.require("gguf", extra="gguf", why="GGUF files")
-
-
-class Change(enum.StrEnum):
-    """How a tensor of a GGUF file differs from the checkpoint's.
-
-    queries, keys: the two halves of every head are interleaved, so that rotated pairs are adjacent (arch llama).
-      plus_one:
-    1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the checkpoint
-    every head has its query, key and value together; in GGUF all queries come first.
-    """
-
-    NONE = ""
-    QUERIES = "queries"
-    KEYS = "keys"
-    PLUS_ONE = "plus_one"
-    TRANSPOSED = "transposed"
-    INTERLEAVED = "interleaved"
+from capibara.interop.gguf import catalog
+from capibara.interop.gguf.layout import gemma3n
+from capibara.interop.gguf.layout.family import Family as Declared
+from capibara.interop.gguf.layout.tensors import Change, Shape, Tensor, package
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,26 +38,6 @@ class Row:
     change: Change = Change.NONE
     when: str = ""
     of_kv_layers: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of a model.
-
-    Attributes:
-      name, shape: in the checkpoint.
-      stored: its name in the GGUF file.
-      change: how the file's tensor differs.
-      expert: its index in the stack of experts (or of AltUp's streams) that GGUF stores; None: it is not stacked.
-      rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
-    """
-
-    name: str
-    shape: Shape
-    stored: str
-    change: Change
-    expert: int | None = None
-    rows: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +82,9 @@ class Family:
                 of_map = row.name.replace("{layer}", str(layer)).replace(".{expert}", "")
                 of_map = f"{of_map}.weight" if of_map.endswith((".sinks", "_scale")) else of_map
                 stored = names.get_name(of_map, try_suffixes=(".weight", ".bias"))
-                for expert in range(sizes["e"]) if "{expert}" in row.name else (None,):
-                    name = row.name.format(layer=layer, expert=expert)
-                    result.append(Tensor(name, shape, stored, row.change, expert, rows))
+                for index in range(sizes["e"]) if "{expert}" in row.name else (None,):
+                    name = row.name.format(layer=layer, expert=index)
+                    result.append(Tensor(name, shape, stored, row.change, index, sizes["e"], rows))
         return result
 
     def unread(self, config: Mapping[str, Any]) -> dict[str, tuple[Shape, float]]:
@@ -144,6 +93,19 @@ class Family:
             return {}
         sizes = self._sizes(config)
         return gemma3n.unread(config, (sizes["k"], sizes["d"]), sizes["h"])
+
+    @property
+    def factors(self) -> bool:
+        """Whether llama.cpp reads factors of rotary frequencies."""
+        return self.arch == "llama"
+
+    def layers(self, config: Mapping[str, Any]) -> int:
+        """Number of layers."""
+        return self._size(config, "num_hidden_layers")
+
+    def experts(self, config: Mapping[str, Any]) -> int:
+        """Number of experts in a layer; 0: there are none."""
+        return self.get(config, "num_experts") or 0
 
     def heads(self, config: Mapping[str, Any]) -> tuple[int, int]:
         """Numbers of query heads, and of key and value heads."""
@@ -188,11 +150,6 @@ class Family:
         return value
 
 
-def expert_count(tensors: Iterable[Tensor]) -> int:
-    """Number of experts in each stack; 0: there are none."""
-    return max((tensor.expert + 1 for tensor in tensors if tensor.expert is not None), default=0)
-
-
 def _applies(when: str, config: Mapping[str, Any]) -> bool:
     return not tied(config) if when == "untied" else bool(config.get(when))
 
@@ -201,41 +158,6 @@ def tied(config: Mapping[str, Any]) -> bool:
     """Whether the head is tied to the embedding; if config.json does not say, the default of its model_type."""
     usual = config["model_type"].startswith(("gemma", "gpt2"))
     return bool(config.get("tie_word_embeddings", usual))
-
-
-def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
-    """Converts a checkpoint's tensor to a GGUF file's; `heads` are query and key heads."""
-    match change:
-        case Change.QUERIES | Change.KEYS:
-            return _regroup(value, (heads[change is Change.KEYS], 2, -1))
-        case Change.PLUS_ONE:
-            return value.astype(np.float32) + np.float32(1)
-        case Change.TRANSPOSED:
-            return value.T
-        case Change.INTERLEAVED:
-            split = value.reshape(heads[0], 3, -1, *value.shape[1:])
-            return np.moveaxis(split, 1, 0).reshape(value.shape)
-    return value
-
-
-def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
-    """The inverse of to_gguf."""
-    match change:
-        case Change.QUERIES | Change.KEYS:
-            return _regroup(value, (heads[change is Change.KEYS], -1, 2))
-        case Change.PLUS_ONE:
-            return value - value.dtype.type(1)
-        case Change.TRANSPOSED:
-            return value.T
-        case Change.INTERLEAVED:
-            split = value.reshape(3, heads[0], -1, *value.shape[1:])
-            return np.moveaxis(split, 0, 1).reshape(value.shape)
-    return value
-
-
-def _regroup(value: np.ndarray, first: tuple[int, int, int]) -> np.ndarray:
-    """Splits the first dimension into these three, and swaps the last two of them."""
-    return value.reshape(*first, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
 
 
 def _rows(*lines: tuple[str, ...]) -> tuple[Row, ...]:
@@ -494,9 +416,40 @@ FAMILIES = {
 }
 
 
-def of_model_type(model_type: Any) -> Family:
+DECLARED = {
+    family.model_type: family
+    for module in pkgutil.iter_modules(catalog.__path__, f"{catalog.__name__}.")
+    for family in importlib.import_module(module.name).FAMILIES
+}
+
+
+def of_model_type(model_type: Any) -> Family | Declared:
     """The family of a config.json's model_type."""
-    family = FAMILIES.get(model_type)
+    family = FAMILIES.get(model_type) or DECLARED.get(model_type)
     if family is None:
-        raise UserError(f"model_type {model_type!r} has no GGUF form here, must be one of {', '.join(FAMILIES)}")
+        known = ", ".join((*FAMILIES, *DECLARED))
+        raise UserError(
+            f"model_type {model_type!r} has no GGUF form here, must be one of {known}; docs/extending.md says how to add one"
+        )
     return family
+
+
+def of_arch(arch: Any, values: Mapping[str, Any]) -> Family | Declared:
+    """The family of a file, by its architecture and the metadata under it: some families share an architecture.
+
+    Raises:
+      UserError: none is known.
+    """
+    if arch == "llama":
+        windowed = "mistral" if values.get("attention.sliding_window") else "llama"
+        return FAMILIES["mixtral" if values.get("expert_count") else windowed]
+    declared = [family for family in DECLARED.values() if family.arch == arch]
+    result = [family for family in declared if family.when and values.get(family.when)]
+    result += [family for family in declared if not family.when]
+    if result:
+        return result[0]
+    for family in FAMILIES.values():
+        if family.arch == arch:
+            return family
+    known = ", ".join(sorted({family.arch for family in (*FAMILIES.values(), *DECLARED.values())}))
+    raise UserError(f"general.architecture {arch!r} is not known here, must be one of {known}")

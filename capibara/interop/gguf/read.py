@@ -14,10 +14,11 @@ from capibara.interop.gguf import config as gguf_config
 from capibara.interop.gguf import file as gguf_file
 from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
-from capibara.interop.gguf import rope as gguf_rope
 from capibara.interop.gguf import values as gguf_values
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
-from capibara.interop.gguf.names import Shape, Tensor
+from capibara.interop.gguf.layout import rope as gguf_rope
+from capibara.interop.gguf.layout import tensors as gguf_tensors
+from capibara.interop.gguf.layout.tensors import Shape, Tensor
 from capibara.interop.hf import model_card
 
 _SCALES = ("scale", "input_scale")  # beside a weight in NVFP4; the second one is for quantized activations: not used
@@ -65,7 +66,9 @@ class GgufModel:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
             self._check_head()
-            self._tensors = {tensor.name: tensor for tensor in self._family.tensors(self.config)}
+            self._tensors: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's
+            for tensor in self._family.tensors(self.config):
+                self._tensors.setdefault(tensor.name, []).append(tensor)
             self._rows: dict[str, tuple[str, ...]] = {name: (name,) for name in self._tensors}
             if self._family.model_type == gpt_oss.MODEL_TYPE:
                 self._rows = gpt_oss.names(self._tensors)
@@ -100,15 +103,15 @@ class GgufModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Checkpoint name -> shape."""
-        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        shapes = {name: parts[0].whole_shape for name, parts in self._tensors.items()}
         return {
             name: gpt_oss.shape(name, shapes) if len(shapes) > len(self._rows) else shapes[name] for name in self._rows
         }
 
     def dtype(self, name: str) -> str:
         """Dtype of its matrices: vectors, routers and positions are float32 in every GGUF file."""
-        stored = self._stored[self._tensors[self._rows[name][0]].stored]
-        exact = len(stored.shape) == 1 or stored.name.endswith(gguf_names.EXACT)
+        stored = self._stored[self._tensors[self._rows[name][0]][0].stored]
+        exact = len(stored.shape) == 1 or stored.name.endswith(gguf_tensors.EXACT)
         kind = (self._matrices if exact else stored).tensor_type.name
         return {"F16": "float16", "BF16": "bfloat16", "MXFP4": "bfloat16"}.get(kind, "float32")
 
@@ -118,13 +121,16 @@ class GgufModel:
         return gpt_oss.joined(name, values) if self._family.model_type == gpt_oss.MODEL_TYPE else values[0]
 
     def _row(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
+        parts = [self._part(tensor) for tensor in self._tensors[name]]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, self._tensors[name][0].axis)
+
+    def _part(self, tensor: Tensor) -> np.ndarray:
         stored = self._stored[tensor.stored]
-        data = stored.data if tensor.expert is None else stored.data[tensor.expert]
+        data = stored.data if tensor.index is None else stored.data[tensor.index]
         value = self._plain(data, stored)
         if (scale := self._stored.get(_beside(stored.name, _SCALES[0]))) is not None:
-            value = value * scale.data[tensor.expert or 0]
-        return gguf_names.to_checkpoint(value, tensor.change, self._family.heads(self.config))
+            value = value * scale.data[tensor.index or 0]
+        return gguf_tensors.to_checkpoint(value, tensor.change, self._family.heads(self.config))
 
     def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
         try:
@@ -146,14 +152,13 @@ class GgufModel:
 
     def _check(self) -> None:
         """Raises if the file has other tensors than the model."""
-        shapes, experts = self._stored_shapes(), gguf_names.expert_count(self._tensors.values())
-        for tensor in self._tensors.values():
+        shapes, tensors = self._stored_shapes(), [part for parts in self._tensors.values() for part in parts]
+        for tensor in tensors:
             if tensor.stored not in shapes:
                 raise UserError(f"the tensor {tensor.stored} is missing: the file is corrupted, or another model")
-            want = stored_shape(tensor, experts)
-            if shapes[tensor.stored] != want:
+            if shapes[tensor.stored] != (want := tensor.stored_shape):
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
-        known = {tensor.stored for tensor in self._tensors.values()} | self._family.unread(self.config).keys()
+        known = {tensor.stored for tensor in tensors} | self._family.unread(self.config).keys()
         for name, shape in self._scales().items():
             if name in shapes and (shapes[name] != shape or self._stored[name].tensor_type.name != "F32"):
                 raise UserError(f"{name} must be {shape[0]} numbers in F32, one for each matrix that it scales")
@@ -190,13 +195,6 @@ class GgufModel:
 def _beside(name: str, part: str) -> str:
     """The name of a tensor beside a weight."""
     return f"{name.removesuffix('weight')}{part}"
-
-
-def stored_shape(tensor: Tensor, experts: int) -> Shape:
-    """The shape in the file, slowest dimension first: experts are stacked."""
-    shape = tensor.shape[::-1] if tensor.change is gguf_names.Change.TRANSPOSED else tensor.shape
-    shape = shape if tensor.rows is None else (tensor.rows, *shape[1:])
-    return shape if tensor.expert is None else (experts, *shape)
 
 
 def _read(path: str) -> gguf_file.GgufFile:

@@ -15,6 +15,8 @@ import numpy as np
 
 from capibara.interop.gguf import k_quants
 from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf.layout import tensors as gguf_tensors
+from capibara.interop.gguf.layout.family import Family as Declared
 from capibara.interop.gguf.names import Family
 
 _ByLayer = Callable[[int, int], str]  # (layer, number of layers) -> a type; "": the default one
@@ -111,21 +113,21 @@ class Types:
     large: bool
 
     @classmethod
-    def of(cls, dtype: str, config: Mapping[str, Any], family: Family) -> Types:
+    def of(cls, dtype: str, config: Mapping[str, Any], family: Family | Declared) -> Types:
         """The types for a config.json."""
-        layers, experts = family.get(config, "num_hidden_layers"), family.get(config, "num_experts") or 0
+        layers, experts = family.layers(config), family.experts(config)
         heads, kv_heads = family.heads(config)
         large = layers == 80 and (family.arch == "qwen2" or family.arch == "llama" and heads != kv_heads)
         return cls(dtype, layers, experts, gguf_names.tied(config), large and experts != 8)
 
     def type(self, name: str, shape: tuple[int, ...]) -> Any:
         """The type of a tensor of the file, of the gguf package; `shape` is in numpy's order."""
-        types = gguf_names.package().GGMLQuantizationType
-        if len(shape) == 1 or name.endswith(gguf_names.EXACT):
+        types = gguf_tensors.package().GGMLQuantizationType
+        if len(shape) == 1 or name.endswith(gguf_tensors.EXACT):
             return types.F32
         kind = self._wanted(name)
         for narrower in (_NARROW.get(kind, "F16"), "F16"):
-            block, _ = gguf_names.package().GGML_QUANT_SIZES[types[kind]]
+            block, _ = gguf_tensors.package().GGML_QUANT_SIZES[types[kind]]
             kind = kind if shape[-1] % block == 0 else narrower
         return types[kind]
 
@@ -159,8 +161,8 @@ class Types:
     def file_type(self) -> Any:
         """general.file_type, of the gguf package."""
         if self.dtype == MXFP4:
-            return gguf_names.package().LlamaFileType.MOSTLY_MXFP4_MOE
-        return gguf_names.package().LlamaFileType[_FILE_TYPES.get(self.dtype, f"MOSTLY_{self.dtype.upper()}")]
+            return gguf_tensors.package().LlamaFileType.MOSTLY_MXFP4_MOE
+        return gguf_tensors.package().LlamaFileType[_FILE_TYPES.get(self.dtype, f"MOSTLY_{self.dtype.upper()}")]
 
     @property
     def blocks(self) -> bool:
@@ -174,4 +176,4 @@ def quantized(value: np.ndarray, kind: Any) -> np.ndarray:
         return k_quants.quantize(value, kind.name)
     if kind.name in ("Q4_0", "Q5_0"):
         value = value + np.float32(0)  # turns -0 into 0, whose scale a block of zeros has
-    return np.ascontiguousarray(gguf_names.package().quantize(value, kind))
+    return np.ascontiguousarray(gguf_tensors.package().quantize(value, kind))

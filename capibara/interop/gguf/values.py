@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf.layout import tensors as gguf_tensors
 
 _Q1_0_SCALE_BYTES = 2
 
@@ -28,10 +28,10 @@ def of(data: np.ndarray, kind: Any) -> np.ndarray:
         case "BF16":
             return data.view(ml_dtypes.bfloat16)
         case "Q1_0":
-            return _signs(data, gguf_names.package().GGML_QUANT_SIZES[kind][1])
+            return _signs(data, gguf_tensors.package().GGML_QUANT_SIZES[kind][1])
         case "MXFP4":
-            return gguf_names.package().dequantize(data, kind).astype(ml_dtypes.bfloat16)
-    return gguf_names.package().dequantize(data, kind)
+            return gguf_tensors.package().dequantize(data, kind).astype(ml_dtypes.bfloat16)
+    return gguf_tensors.package().dequantize(data, kind)
 
 
 def _signs(data: np.ndarray, block_bytes: int) -> np.ndarray:

@@ -12,11 +12,13 @@ from capibara.core.types import UserError
 from capibara.interop.gguf import config as gguf_config
 from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
-from capibara.interop.gguf import rope as gguf_rope
 from capibara.interop.gguf import types as gguf_types
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
-from capibara.interop.gguf.names import Change, Family, Tensor
-from capibara.interop.gguf.read import stored_shape
+from capibara.interop.gguf.layout import rope as gguf_rope
+from capibara.interop.gguf.layout import tensors as gguf_tensors
+from capibara.interop.gguf.layout.family import Family as Declared
+from capibara.interop.gguf.layout.tensors import Change, Tensor
+from capibara.interop.gguf.names import Family
 from capibara.interop.hf import model_card
 from capibara.interop.quantize.grid import Packed
 from capibara.storage import outputs, partial
@@ -74,21 +76,22 @@ class _File:
     def __init__(
         self,
         path: str,
-        family: Family,
+        family: Family | Declared,
         config: Mapping[str, Any],
         tensors: list[Tensor],
         values: Mapping[str, Any],
         types: gguf_types.Types,
     ):
-        gguf = gguf_names.package()
+        gguf = gguf_tensors.package()
         self._gguf, self._family, self._heads = gguf, family, family.heads(config)
-        self._wanted = {tensor.name: tensor for tensor in tensors}
+        self._wanted: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's
+        for tensor in tensors:
+            self._wanted.setdefault(tensor.name, []).append(tensor)
         self._tied = gguf_names.tied(config)
         self._writer = gguf.GGUFWriter(path, family.arch)
         self._types: dict[str, Any] = {}
         self._offsets: dict[str, int] = {}
-        experts = gguf_names.expert_count(tensors)
-        shapes = {tensor.stored: stored_shape(tensor, experts) for tensor in tensors}
+        shapes = {tensor.stored: tensor.stored_shape for tensor in tensors}
         self._unread = family.unread(config)
         shapes |= {name: shape for name, (shape, _) in self._unread.items()}
         factors = gguf_rope.factors(config, family)
@@ -124,14 +127,16 @@ class _File:
             for name, value in tensors:
                 if name == "lm_head.weight" and self._tied:
                     continue  # some checkpoints store the embedding twice
-                tensor = missing.pop(name, None)
-                if tensor is None:
+                parts = missing.pop(name, None)
+                if parts is None:
                     why = "came twice" if name in self._wanted else f"is unknown in {self._family.model_type} models"
                     raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
-                show("writing", f"tensor {len(self._wanted) - len(missing)} of {len(self._wanted)}, {tensor.stored}")
-                data = self._data(tensor, value)
-                file.seek(start + self._offsets[tensor.stored] + (tensor.expert or 0) * data.nbytes)
-                file.write(data.data)
+                done = len(self._wanted) - len(missing)
+                for tensor in parts:
+                    show("writing", f"tensor {done} of {len(self._wanted)}, {tensor.stored}")
+                    data = self._data(tensor, value)
+                    file.seek(start + self._offsets[tensor.stored] + (tensor.index or 0) * data.nbytes)
+                    file.write(data.data)
             if missing:
                 raise UserError(
                     f"the tensor {next(iter(missing))} is missing ({len(missing)} in all): the model is incomplete"
@@ -142,19 +147,22 @@ class _File:
 
     def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
         """A tensor in the file's format, in one contiguous array."""
+        if isinstance(value, Packed) and tensor.parts > 1:
+            value = value.values()
         if isinstance(value, Packed):
             turned = tensor.change is Change.TRANSPOSED  # to outputs first, which it already is
             change = Change.NONE if turned else tensor.change
-            value = value.moved(lambda x: gguf_names.to_gguf(x, change, self._heads))
+            value = value.moved(lambda x: gguf_tensors.to_gguf(x, change, self._heads))
             return (
                 value.q4_0() if self._types[tensor.stored].name == "Q4_0" else self._quantized(tensor, value.values())
             )
         value = np.asarray(value)
-        if value.shape != tensor.shape:
-            raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
+        if value.shape != tensor.whole_shape:
+            raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.whole_shape} by config.json")
+        value = tensor.taken(value)
         if tensor.rows is not None:  # tokens missing in the table get the row of token 0
             value = np.concatenate([value, np.repeat(value[:1], tensor.rows - len(value), axis=0)])
-        return self._quantized(tensor, gguf_names.to_gguf(value, tensor.change, self._heads))
+        return self._quantized(tensor, gguf_tensors.to_gguf(value, tensor.change, self._heads))
 
     def _quantized(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
         """Converts a tensor in the file's order to its type."""

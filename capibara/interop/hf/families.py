@@ -67,7 +67,7 @@ _WRITTEN = {
     "gelu": "gelu_new",
 }
 # The projections with a bias, for each value of ours.
-_BIASED: dict[str, frozenset[str]] = {
+BIASED: dict[str, frozenset[str]] = {
     "none": frozenset(),
     "qkv": frozenset({"qkv"}),
     "out": frozenset({"out"}),
@@ -455,14 +455,14 @@ def write_head(config: TransformerConfig) -> dict[str, Any]:
 
 def bias(values: Values, family: Family) -> str | None:
     """Our `bias` for the keys of config.json; None: the family's own."""
-    biased = set(_BIASED[family.fixed.get("bias", "none")])
-    biased |= {part for key, ours in family.biases.items() if values.get(key) for part in _BIASED[ours]}
-    return next(ours for ours, parts in _BIASED.items() if parts == biased) if biased else None
+    biased = set(BIASED[family.fixed.get("bias", "none")])
+    biased |= {part for key, ours in family.biases.items() if values.get(key) for part in BIASED[ours]}
+    return next(ours for ours, parts in BIASED.items() if parts == biased) if biased else None
 
 
 def write_bias(config: TransformerConfig, family: Family) -> dict[str, bool]:
     """Values of config.json for the projections' biases."""
-    return {key: _BIASED[ours] <= _BIASED[str(config.bias)] for key, ours in family.biases.items()}
+    return {key: BIASED[ours] <= BIASED[str(config.bias)] for key, ours in family.biases.items()}
 
 
 def activation(values: Values, family: Family) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.gguf import gemma3n
-from capibara.interop.gguf.names import Family
+from capibara.interop.gguf.layout import gemma3n
 
 FACTORS = "rope_freqs.weight"  # divisors of the frequencies: the llama3 scaling has no metadata
 # llama.cpp's default for layers of Gemma 3 with a window, in files that do not set it.
@@ -25,10 +24,26 @@ KEYS = frozenset(
     + ("rope.scaling.factor", "rope.scaling.attn_factor")
     + tuple(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", *_BETAS))
 )
-_WITH_LOCAL = ("gemma3_text", gemma3n.MODEL_TYPE)  # their layers with a window have frequencies of their own
+_WITH_LOCAL = ("gemma3_text", gemma3n.MODEL_TYPE, "olmo3")  # their layers with a window have frequencies of their own
 
 
-def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+class Rotary(Protocol):
+    """What rotary positions depend on: a family."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def arch(self) -> str: ...
+
+    @property
+    def factors(self) -> bool:
+        """Whether llama.cpp reads factors of frequencies."""
+
+    def head_dim(self, config: Mapping[str, Any]) -> int: ...
+
+
+def to_metadata(config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
     """The metadata, without the architecture prefix of every key."""
     rope, local = parameters(config)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
@@ -47,7 +62,7 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
             pass
         case "linear":
             values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(_needed(rope, "factor"))}
-        case "llama3" if family.arch == "llama":
+        case "llama3" if family.factors:
             original = [_needed(rope, name) for name in _LLAMA3][-1]
             values["rope.scaling.original_context_length"] = int(original)
         case "yarn":
@@ -59,7 +74,7 @@ def to_metadata(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return values
 
 
-def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
     factor = float(_needed(rope, "factor"))
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     values: dict[str, Any] = {
@@ -121,7 +136,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
     return (1 / ((1 - share) / factor + share)).astype(np.float32)
 
 
-def factors(config: Mapping[str, Any], family: Family) -> np.ndarray | None:
+def factors(config: Mapping[str, Any], family: Rotary) -> np.ndarray | None:
     """The frequency factors that a GGUF file of this model needs; None: none."""
     rope, _ = parameters(config)
     if _kind(rope) != "llama3":
@@ -135,7 +150,7 @@ def _turns(theta: float, head_dim: int, length: float) -> np.ndarray:
 
 
 def from_metadata(
-    values: Mapping[str, Any], family: Family, head_dim: int, divided: np.ndarray | None
+    values: Mapping[str, Any], family: Rotary, head_dim: int, divided: np.ndarray | None
 ) -> dict[str, Any]:
     """The rope_parameters (and related values) of the metadata; `divided` are the file's factors."""
     theta = values.get("rope.freq_base", 10_000.0)
@@ -162,12 +177,13 @@ def from_metadata(
     if family.model_type == "gpt_neox":
         more["rotary_pct"] = share
     if family.model_type in _WITH_LOCAL:
-        local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", _LOCAL_THETA)}
+        usual = theta if family.model_type == "olmo3" else _LOCAL_THETA
+        local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", usual)}
         return {"rope_parameters": {"sliding_attention": local, "full_attention": rope}}
     return {"rope_parameters": rope} | more
 
 
-def _scaling(values: Mapping[str, Any], family: Family) -> tuple[str, float]:
+def _scaling(values: Mapping[str, Any], family: Rotary) -> tuple[str, float]:
     """The kind of scaling and its factor, as llama.cpp reads them: a factor without a kind is that of linear scaling.
 
     Raises:

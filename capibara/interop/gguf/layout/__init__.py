@@ -1,0 +1,1 @@
+"""What a family of GGUF files is: its tensors, metadata and rotary positions."""

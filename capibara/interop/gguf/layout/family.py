@@ -1,0 +1,164 @@
+"""What a family of GGUF files is, as llama.cpp computes it: its tensors and metadata.
+
+The names and shapes of a checkpoint's tensors, and what a config.json means, are those of interop.hf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.interop.gguf.layout.tensors import Change, Shape, Tensor, package
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import families as hf_families
+from capibara.interop.hf import tables
+from capibara.interop.hf.layout.family import Family as HfFamily
+from capibara.interop.hf.layout.tensors import Tensor as Row
+from capibara.models import api
+from capibara.models.api import DecoderConfig
+
+Fields = Mapping[str, Any]
+Metadata = Mapping[str, Any]
+Shapes = Mapping[str, Shape]
+
+
+class Window(enum.StrEnum):
+    """What llama.cpp makes of layers with a window.
+
+    none: they have none. listed: the file lists the layers that have one. ignored: it computes them without, and the file
+    only records the length.
+    """
+
+    NONE = "none"
+    LISTED = "listed"
+    IGNORED = "ignored"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model_type.
+
+    Attributes:
+      model_type: its name in config.json.
+      arch: its name in GGUF.
+      when: the metadata that files of this family have, of several families with one architecture; "": the others have some.
+      keys: fields of our configuration that are metadata of this family, beside sizes and norms -> key.
+      moe_keys: the same for fields of our Moe.
+      inverse: fields whose inverse is stored.
+      fixed: fields of our configuration of which llama.cpp has one value, beside those that interop.hf fixes.
+      moe: the same for fields of our Moe.
+      biases: projections that may have biases: those of "qkv", "out" and "mlp".
+      square: whether heads are as wide as the model together.
+      window: what it makes of windows.
+      factors: whether it reads factors of rotary frequencies (llama3).
+      longest: the longest row of models whose config.json has none; None: it must have one.
+      changes: parts of tensors' names -> how GGUF stores them.
+      renamed: parts of tensors' names -> those that the gguf package knows.
+      split: parts of tensors' names -> names of the tensors that GGUF stores their parts in.
+      constants: metadata that all its files have.
+      ignored: further metadata that change nothing.
+      read: further fields, from the other ones, the metadata and the shapes of the file's tensors.
+      write: further metadata of a configuration.
+    """
+
+    model_type: str
+    arch: str
+    when: str = ""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    moe_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    inverse: tuple[str, ...] = ()
+    fixed: Fields = dataclasses.field(default_factory=dict)
+    moe: Fields = dataclasses.field(default_factory=dict)
+    biases: frozenset[str] = frozenset({"qkv"})
+    square: bool = False
+    window: Window = Window.NONE
+    factors: bool = False
+    longest: int | None = None
+    changes: Mapping[str, Change] = dataclasses.field(default_factory=dict)
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    split: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    constants: Metadata = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    read: Callable[[Fields, Metadata, Shapes], dict[str, Any]] | None = None
+    write: Callable[[DecoderConfig], dict[str, Any]] | None = None
+
+    @property
+    def hf(self) -> HfFamily:
+        """Its declaration as a family of Hugging Face models."""
+        return hf_families.FAMILIES[self.model_type]
+
+    def model(self, config: Fields) -> DecoderConfig:
+        """Our configuration of a config.json."""
+        result = hf_config.from_hf(config)
+        assert isinstance(result, DecoderConfig), "families of decoders are declared here"
+        return result
+
+    def heads(self, config: Fields) -> tuple[int, int]:
+        """Numbers of query heads, and of key and value heads."""
+        model = self.model(config)
+        return model.num_heads, model.kv_heads
+
+    def head_dim(self, config: Fields) -> int:
+        return self.model(config).head_size
+
+    def layers(self, config: Fields) -> int:
+        """Number of layers."""
+        return self.model(config).num_layers
+
+    def experts(self, config: Fields) -> int:
+        """Number of experts in a layer; 0: there are none."""
+        moe = self.model(config).moe
+        return 0 if moe is None else moe.num_experts
+
+    def unread(self, config: Fields) -> dict[str, tuple[Shape, float]]:
+        """Tensors that only the file has, by name: shapes, and fill values."""
+        return {}
+
+    def tensors(self, config: Fields) -> list[Tensor]:
+        """All tensors of a model with this configuration."""
+        model = self.model(config)
+        abstract = api.build(model).abstract_params
+        leaves = (tuple(leaf.shape) for leaf in jax.tree.leaves(abstract))
+        shapes = dict(zip(tree.path_names(abstract), leaves, strict=True))
+        gguf = package()
+        arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.arch)
+        names = gguf.get_tensor_name_map(arch, model.num_layers)
+        rows = tables.of(self.model_type, shapes, model.module_layers)
+        return [tensor for row in rows for tensor in self._of_row(row, shapes, names)]
+
+    def _of_row(self, row: Row, shapes: Shapes, names: Any) -> Iterator[Tensor]:
+        shape, stacked = row.shape(shapes), row.numbered.strip("l")
+        stack = shapes[row.ours[0]][row.numbered.index(stacked)] if stacked else 0
+        single = dataclasses.replace(row, name=row.name.replace(f".{{{stacked}}}", "")) if stacked else row
+        changes = [change for part, change in self.changes.items() if part in row.name]
+        split = next((stored for part, stored in self.split.items() if part in row.name), None)
+        for name, at in row.names(shapes):
+            of_map = single.named(tuple(i for i, letter in zip(at, row.numbered) if letter != stacked))
+            index = at[row.numbered.index(stacked)] if stacked else None
+            change = changes[0] if changes else Change.NONE
+            if split is None:
+                yield Tensor(name, shape, self._stored(of_map, names), change, index, stack)
+                continue
+            axis = row.dims.split().index(row.along)
+            part = (*shape[:axis], shape[axis] // len(split), *shape[axis + 1 :])
+            layer = of_map.split(".layers.")[1].split(".")[0]
+            for i, stored in enumerate(split):
+                full = f"blk.{layer}.{stored}"
+                yield Tensor(name, part, full, change, index, stack, axis=axis, part=i, parts=len(split))
+
+    def _stored(self, name: str, names: Any) -> str:
+        """The name in a file of a checkpoint's tensor, or of a stack of them."""
+        for old, new in self.renamed.items():
+            name = name.replace(old, new)
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored is None:
+            raise UserError(
+                f"{name} of the {self.model_type} model has no place in {self.arch} files: it has no GGUF form"
+            )
+        return stored

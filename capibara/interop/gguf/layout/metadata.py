@@ -1,0 +1,285 @@
+"""The metadata of a GGUF file of a declared family, from our configuration and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.core import limits
+from capibara.core.types import UserError
+from capibara.interop.gguf.layout import foreign
+from capibara.interop.gguf.layout import rope as gguf_rope
+from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes, Window
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf import families as hf_families
+from capibara.interop.hf.layout import rope as hf_rope
+from capibara.models.api import DecoderConfig, Moe, Rope
+
+_SIZES = {
+    "embed_dim": "embedding_length",
+    "num_layers": "block_count",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "mlp_dim": "feed_forward_length",
+}
+_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
+_MOE = {"num_experts": "expert_count", "top_k": "expert_used_count"}
+_WINDOW, _PATTERN, _LENGTH = "attention.sliding_window", "attention.sliding_window_pattern", "context_length"
+_OPTIONAL = ("num_kv_heads", "head_dim")
+# A tensor of the first layer that has a bias -> the projections of which it is one.
+_BIASES = {
+    "attn_q.bias": "qkv",
+    "attn_qkv.bias": "qkv",
+    "attn_output.bias": "out",
+    "ffn_up.bias": "mlp",
+}
+_CLOSE = 1e-6  # metadata are float32
+_MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
+
+
+def write(config: Fields, family: Family) -> dict[str, Any]:
+    """The metadata of a model, without the architecture that every key begins with; a value's type is the stored one.
+
+    Warns where llama.cpp will not compute what the model does beyond some length.
+
+    Args:
+      config: config.json.
+
+    Raises:
+      UserError: llama.cpp cannot compute this model, or a value is missing.
+    """
+    model = family.model(config)
+    longest = _longest(config, model, family)
+    values: dict[str, Any] = {"vocab_size": model.vocab_size, _LENGTH: longest}
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    fields |= {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
+    fields |= {"attention_scale": model.head_size**-0.5 if model.attention_scale is None else model.attention_scale}
+    for name, key in _keys(family).items():
+        values |= _stored(key, fields[name], name in family.inverse)
+    if "attention.key_length" in values:
+        values["attention.value_length"] = values["attention.key_length"]
+    values |= _norm(model)
+    if model.moe is not None:
+        values |= _write_moe(model, model.moe, family)
+    if family.window is not Window.NONE and model.window is not None:
+        values[_WINDOW] = model.window
+    if family.window is Window.LISTED and model.window is not None:
+        values[_PATTERN] = [kind == "local" for kind in model.kinds]
+    if model.positions == "rope":
+        rotary = hf_rope.write(model, family.hf) | {"max_position_embeddings": longest}
+        values |= gguf_rope.to_metadata({**config, **rotary}, family)
+    values |= dict(family.constants) | ({} if family.write is None else family.write(model))
+    _check(config, model, values, family)
+    return values
+
+
+def _keys(family: Family) -> dict[str, str]:
+    """Fields of the configuration that are metadata -> key."""
+    sizes = {name: key for name, key in _SIZES.items() if not (family.square and name == "head_dim")}
+    keys = sizes | dict(family.keys)
+    return {name: key for name, key in keys.items() if key not in family.constants}
+
+
+def _stored(key: str, value: Any, inverse: bool) -> dict[str, Any]:
+    """A value under its key; nothing if it is None."""
+    if value is None:
+        return {}
+    return {key: gguf_rope.tidy(1 / value if inverse else value) if isinstance(value, float) else value}
+
+
+def _norm(model: DecoderConfig) -> dict[str, float]:
+    kind = "rms" if model.norm == "rms" else "layer"
+    return {_EPS[kind]: gguf_rope.tidy(model.norm_eps)}
+
+
+def _longest(config: Fields, model: DecoderConfig, family: Family) -> int:
+    key = _longest_key(family)
+    longest = model.max_length or config.get(key) or family.hf.defaults.get(key) or family.longest
+    if not isinstance(longest, int):
+        raise UserError(f"config.json of the {family.model_type} model has no {key}")
+    if family.window is Window.IGNORED and model.window is not None and model.window < longest:
+        warnings.warn(
+            f"llama.cpp has no sliding window for {family.model_type} models: rows longer than {model.window} tokens get "
+            "other answers there",
+            stacklevel=4,
+        )
+    return longest
+
+
+def _write_moe(model: DecoderConfig, moe: Moe, family: Family) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    fields = {field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)}
+    fields |= {"expert_dim": moe.expert_dim or model.mlp_dim, "first_dense": len(model.dense_layers)}
+    fields["gates"] = moe.gates == "normalized"
+    fields["shared_width"] = moe.shared_experts * (moe.shared_dim or fields["expert_dim"])
+    for name, key in (_MOE | dict(family.moe_keys)).items():
+        values |= _stored(key, fields[name], inverse=False)
+    return values
+
+
+def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: Family) -> dict[str, Any]:
+    """A config.json of the metadata of a file.
+
+    Args:
+      values: the metadata whose keys begin with the architecture, without it.
+      shapes: of the tensors of the file, by their names in it, slowest dimension first.
+      factors: of rotary frequencies that the file has; None: it has none.
+
+    Raises:
+      UserError: a value is missing, is not known in the family, or varies from layer to layer.
+    """
+    _check_counts(values, shapes, family)
+    supported = {*_keys(family).values(), *(_MOE | dict(family.moe_keys)).values(), *_EPS.values(), *family.constants}
+    supported |= {_LENGTH, *gguf_rope.KEYS, *family.ignored}
+    supported |= {_WINDOW} if family.window is not Window.NONE else set()
+    supported |= {_PATTERN} if family.window is Window.LISTED else set()
+    longest = values.get(_LENGTH)
+    foreign.check(family.arch, family.model_type, values, supported, longest=longest, fixed=family.constants)
+    for key, constant in family.constants.items():
+        if values.get(key, constant) != constant:
+            raise UserError(f"{family.arch}.{key} is {limits.shortened(values[key])}, must be {constant}")
+    model = _model(values, shapes, factors, family)
+    like = {"model_type": family.model_type}
+    config = hf_config.to_hf(model, like)
+    assert config["model_type"] == family.model_type, "what a family reads, it writes"
+    return config | ({_longest_key(family): longest} if family.hf.rope else {})
+
+
+def _longest_key(family: Family) -> str:
+    return family.hf.aliases.get("max_position_embeddings", "max_position_embeddings")
+
+
+def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: Family) -> DecoderConfig:
+    """Our configuration of the metadata."""
+    fields: dict[str, Any] = {"vocab_size": shapes["token_embd.weight"][0]}
+    for name, key in _keys(family).items():
+        value = values.get(key)
+        if isinstance(value, list):
+            raise UserError(f"{family.arch}.{key} varies from layer to layer: such models are not known here")
+        if value is None and name in _SIZES and name not in _OPTIONAL:
+            raise UserError(f"the file has no {family.arch}.{key}: it is corrupted, or no {family.arch} model")
+        if value is not None:
+            fields[name] = 1 / value if name in family.inverse else value
+    fields |= {"max_length": values[_LENGTH]} if "max_length" in family.hf.keys else {}
+    fields |= _read_norm(values, family)
+    fields |= {"bias": _bias(shapes, family), "head": "separate" if "output.weight" in shapes else "tied"}
+    fields |= _layers(values, fields, family)
+    if family.hf.rope:
+        fields["rope"] = _rope(values, fields, factors, family)
+    if (count := values.get(_MOE["num_experts"])) is not None:
+        fields["moe"] = _read_moe(values, family) if count else None
+    fields |= dict(family.hf.fixed) | dict(family.fixed)
+    fields |= {} if family.read is None else family.read(fields, values, shapes)
+    return (family.hf.config or DecoderConfig)(**fields)
+
+
+def _read_norm(values: Metadata, family: Family) -> dict[str, Any]:
+    if "norm_eps" in family.hf.fixed:
+        return {}
+    key = _EPS["rms" if family.hf.fixed.get("norm", "rms") == "rms" else "layer"]
+    if key not in values:
+        raise UserError(f"the file has no {family.arch}.{key}: it is corrupted, or no {family.arch} model")
+    return {"norm_eps": values[key]}
+
+
+def _bias(shapes: Shapes, family: Family) -> str:
+    """Our `bias` for the tensors of the file."""
+    parts = {_BIASES[part] for name in shapes if (part := name.split(".", 2)[-1]) in _BIASES} & family.biases
+    return next(ours for ours, of in hf_families.BIASED.items() if of == parts)
+
+
+def _layers(values: Metadata, fields: Fields, family: Family) -> dict[str, Any]:
+    """The kinds of layers, and their window."""
+    window, whole = values.get(_WINDOW), family.hf.kinds["full_attention"]
+    if family.window is Window.NONE or not window:
+        return {}
+    if family.window is Window.IGNORED:
+        return {"layer_pattern": ("local",), "window": window}
+    listed, count = values.get(_PATTERN), fields["num_layers"]
+    if isinstance(listed, int):
+        listed = [(layer + 1) % listed != 0 if listed else True for layer in range(count)]
+    if not isinstance(listed, list) or len(listed) != count:
+        raise UserError(
+            f"{family.arch}.{_PATTERN} is {limits.shortened(listed)}, must be a list with one entry for each of {count} layers: "
+            "take another file"
+        )
+    return {"layer_pattern": tuple("local" if local else whole for local in listed), "window": window}
+
+
+def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: Family) -> Rope:
+    head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
+    config = gguf_rope.from_metadata(values, family, head_dim, factors)
+    sizes = {"head_dim": head_dim, "max_position_embeddings": values.get(_LENGTH), "rope_local_base_freq": None}
+    dims = values.get("rope.dimension_count", head_dim)
+    sizes |= {family.hf.share: dims / head_dim} if family.hf.partial else {}
+    rope = Rope(**hf_rope.read(family.hf.defaults | config | sizes, family.hf))
+    if int(head_dim * rope.fraction) != dims:
+        raise UserError(
+            f"{family.arch}.rope.dimension_count is {dims}, {family.model_type} models rotate whole heads of {head_dim}"
+        )
+    return rope
+
+
+def _read_moe(values: Metadata, family: Family) -> Moe:
+    keys = _MOE | dict(family.moe_keys)
+    fields = {name: values[key] for name, key in keys.items() if key in values}
+    fields |= {"gates": "normalized" if fields["gates"] else "scores"} if "gates" in fields else {}
+    width = fields.pop("shared_width", None)
+    fields |= {"shared_experts": 1, "shared_dim": width} if width else {}
+    return Moe(**fields | dict(family.hf.moe) | dict(family.moe))
+
+
+def _check_counts(values: Metadata, shapes: Shapes, family: Family) -> None:
+    """Raises where a number is corrupted so that all the tensors that it promises could not be named."""
+    layers, experts = values.get("block_count"), values.get("expert_count")
+    widest = max((shape[0] for shape in shapes.values()), default=0)
+    for key, value, largest in (("block_count", layers, len(shapes)), ("expert_count", experts, widest)):
+        if value is not None and (type(value) is not int or not 0 <= value <= largest):
+            raise UserError(f"{family.arch}.{key} is {value}, must be 1 to {largest} by the tensors of the file")
+    if (of_all := (layers or 1) * (experts or 1)) > _MOST_EXPERTS:
+        raise UserError(f"{family.arch} says {of_all:,} experts in all, must have at most {_MOST_EXPERTS:,}")
+
+
+def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Family) -> None:
+    """Raises where the file would say another model than config.json, as llama.cpp reads it."""
+    shapes = {tensor.stored: tensor.stored_shape for tensor in family.tensors(config)}
+    factors = gguf_rope.factors({**config, **hf_rope.write(model, family.hf)}, family)
+    ours = hf_config.resolved(model)
+    theirs = hf_config.resolved(_model(values, shapes, factors, family))
+    for name in ours.keys() | theirs.keys():
+        mine, other = ours.get(name), theirs.get(name)
+        if _equal(mine, other):
+            continue
+        if isinstance(mine, Mapping) and isinstance(other, Mapping) and name != "rope":
+            name = next(part for part in mine if not _equal(mine[part], other.get(part)))
+            mine, other = mine[name], other.get(name)
+        shown = "" if name == "rope" else f" is {limits.shortened(mine)}, llama.cpp computes it with {other}"
+        raise UserError(
+            f"{_hf_name(name, family)} of the {family.model_type} model{shown or ' is none that llama.cpp computes'}: it has "
+            "no GGUF form"
+        )
+
+
+def _equal(mine: Any, other: Any) -> bool:
+    """Whether they are equal but for rounding to float32."""
+    if isinstance(mine, Mapping) and isinstance(other, Mapping):
+        return mine.keys() == other.keys() and all(_equal(mine[key], other[key]) for key in mine)
+    if isinstance(mine, list | tuple) and isinstance(other, list | tuple):
+        return len(mine) == len(other) and all(map(_equal, mine, other))
+    if isinstance(mine, float) and isinstance(other, float | int):
+        return math.isclose(mine, other, rel_tol=_CLOSE)
+    return bool(mine == other)
+
+
+def _hf_name(name: str, family: Family) -> str:
+    """A field's name in config.json."""
+    names = {"rope": "rope_parameters", "layer_pattern": "layer_types", "window": "sliding_window"}
+    names |= {"head": "tie_word_embeddings", "activation": family.hf.activation, "gates": "norm_topk_prob"}
+    names |= {"bias": " or ".join(family.hf.biases) or "bias"} | family.hf.keys | family.hf.moe_keys
+    return names.get(name) or name

@@ -1,0 +1,162 @@
+"""How llama.cpp stores the tensors of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import numpy as np
+
+from capibara.core import extras
+
+Shape = tuple[int, ...]
+# llama.cpp supports these in float32 only.
+EXACT = (
+    "ffn_gate_inp.weight",
+    "ffn_gate_inp_shexp.weight",
+    "position_embd.weight",
+    "_norm.weight",
+    ".bias",
+    "altup_correct_coef.weight",
+    "altup_predict_coef.weight",
+    "ssm_conv1d.weight",
+    "shortconv.conv.weight",
+    "ssm_a",
+    "ssm_d",
+)
+
+
+def package() -> Any:
+    """The gguf package."""
+    return extras.require("gguf", extra="gguf", why="GGUF files")
+
+
+class Change(enum.StrEnum):
+    """How a tensor of a GGUF file differs from the checkpoint's.
+
+    queries, keys: the two halves of every head are interleaved, so that rotated pairs are adjacent (arch llama).
+      plus_one:
+    1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the checkpoint
+    every group of heads has its queries, key and value together; in GGUF all queries come first, then all keys.
+    channels: the middle dimension of a convolution, which is 1, is left out. decay: the logarithm A of a recurrent layer
+    becomes -exp(A). column, decay_column: the same as nothing, and as decay, with a last dimension of 1.
+    """
+
+    NONE = ""
+    QUERIES = "queries"
+    KEYS = "keys"
+    PLUS_ONE = "plus_one"
+    TRANSPOSED = "transposed"
+    INTERLEAVED = "interleaved"
+    CHANNELS = "channels"
+    DECAY = "decay"
+    COLUMN = "column"
+    DECAY_COLUMN = "decay_column"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a model, or an equal part of one if GGUF stores its parts.
+
+    Attributes:
+      name, shape: in the checkpoint, of the part.
+      stored: its name in the GGUF file.
+      change: how the file's tensor differs.
+      index: its place in the stack (of experts, heads or AltUp's streams) that GGUF stores; None: it is not stacked.
+      stack: size of that stack.
+      rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
+      axis: the dimension along which the checkpoint's tensor is made of parts.
+      part, parts: which one of how many.
+    """
+
+    name: str
+    shape: Shape
+    stored: str
+    change: Change = Change.NONE
+    index: int | None = None
+    stack: int = 0
+    rows: int | None = None
+    axis: int = 0
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape in the file, slowest dimension first."""
+        shape = self.shape
+        match self.change:
+            case Change.TRANSPOSED:
+                shape = shape[::-1]
+            case Change.CHANNELS:
+                shape = (shape[0], *shape[2:])
+            case Change.COLUMN | Change.DECAY_COLUMN:
+                shape = (*shape, 1)
+        shape = shape if self.rows is None else (self.rows, *shape[1:])
+        return shape if self.index is None else (self.stack, *shape)
+
+    @property
+    def whole_shape(self) -> Shape:
+        """The shape of the checkpoint's tensor."""
+        return (
+            *self.shape[: self.axis], self.shape[self.axis] * self.parts, *self.shape[self.axis + 1 :]
+        ) if self.parts > 1 else self.shape  # fmt: skip
+
+    def taken(self, value: np.ndarray) -> np.ndarray:
+        """The part of the checkpoint's tensor."""
+        return np.split(value, self.parts, self.axis)[self.part] if self.parts > 1 else value
+
+
+def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
+    """Converts a checkpoint's tensor to a GGUF file's; `heads` are query and key heads."""
+    match change:
+        case Change.QUERIES | Change.KEYS:
+            return _regroup(value, (heads[change is Change.KEYS], 2, -1))
+        case Change.PLUS_ONE:
+            return value.astype(np.float32) + np.float32(1)
+        case Change.TRANSPOSED:
+            return value.T
+        case Change.INTERLEAVED:
+            split = value.reshape(heads[1], heads[0] // heads[1] + 2, -1, *value.shape[1:])
+            parts = split[:, :-2], split[:, -2], split[:, -1]
+            return np.concatenate([part.reshape(-1, *value.shape[1:]) for part in parts])
+        case Change.CHANNELS:
+            return value.squeeze(1)
+        case Change.DECAY:
+            return -np.exp(value.astype(np.float32))
+        case Change.COLUMN:
+            return value[..., None]
+        case Change.DECAY_COLUMN:
+            return -np.exp(value.astype(np.float32))[..., None]
+    return value
+
+
+def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
+    """The inverse of to_gguf; for decays the value nearest to it, which need not be the one that was written."""
+    match change:
+        case Change.QUERIES | Change.KEYS:
+            return _regroup(value, (heads[change is Change.KEYS], -1, 2))
+        case Change.PLUS_ONE:
+            return value - value.dtype.type(1)
+        case Change.TRANSPOSED:
+            return value.T
+        case Change.INTERLEAVED:
+            size = len(value) // (heads[0] + 2 * heads[1])
+            rows = value.reshape(-1, size, *value.shape[1:])
+            queries, keys, values = np.split(rows, (heads[0], heads[0] + heads[1]))
+            queries = queries.reshape(heads[1], -1, *rows.shape[1:])
+            return np.concatenate([queries, keys[:, None], values[:, None]], axis=1).reshape(value.shape)
+        case Change.CHANNELS:
+            return value[:, None]
+        case Change.DECAY:
+            return np.log(-value)
+        case Change.COLUMN:
+            return value[..., 0]
+        case Change.DECAY_COLUMN:
+            return np.log(-value[..., 0])
+    return value
+
+
+def _regroup(value: np.ndarray, first: tuple[int, int, int]) -> np.ndarray:
+    """Splits the first dimension into these three, and swaps the last two of them."""
+    return value.reshape(*first, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)

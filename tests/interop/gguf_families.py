@@ -1,0 +1,101 @@
+"""A tiny model of every declared family of GGUF files: config.json and tensors."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from capibara.interop.gguf import names as gguf_names
+
+VOCAB = 320
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+RMS, LAYER = SIZES | {"rms_norm_eps": 1e-5}, SIZES | {"layer_norm_eps": 1e-5}
+WHOLE, WINDOW = "full_attention", "sliding_attention"
+
+
+def rope(kind: str = "default", theta: float = 10_000.0, **rest: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **rest}
+
+
+YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = rope("llama3", 500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0) | {
+    "original_max_position_embeddings": 16
+}
+FOUR = dict(num_hidden_layers=4, sliding_window=8, layer_types=[WINDOW, WINDOW, WINDOW, WHOLE])
+
+TOKENS = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
+GPT = TOKENS | dict(n_embd=32, n_layer=2, n_head=4, n_positions=128, layer_norm_epsilon=1e-5)
+STABLELM = dict(model_type="stablelm", use_qkv_bias=True)
+STABLELM |= dict(rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5))
+FALCON = TOKENS | dict(model_type="falcon", num_hidden_layers=2, hidden_size=32, num_attention_heads=4, bias=False)
+FALCON |= dict(max_position_embeddings=128, ffn_hidden_size=64, rope_parameters=rope(theta=500.0))
+
+# Name -> config.json.
+CASES: dict[str, dict[str, Any]] = {
+    "olmo2": RMS | dict(model_type="olmo2", rope_parameters=rope(theta=500.0)),
+    "olmo3": RMS | FOUR | dict(model_type="olmo3", rope_parameters={WHOLE: YARN, WINDOW: rope(theta=500.0)}),
+    "granite": RMS
+    | dict(model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0)
+    | dict(attention_multiplier=0.2, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3, head_dim=16),
+    "cohere": LAYER
+    | dict(model_type="cohere", logit_scale=0.25, tie_word_embeddings=True, rope_parameters=rope(theta=500.0)),
+    "cohere2": LAYER
+    | FOUR
+    | dict(model_type="cohere2", logit_scale=0.25, tie_word_embeddings=True, rope_parameters=rope(theta=500.0)),
+    "exaone4": RMS | dict(model_type="exaone4", sliding_window=None, rope_parameters=LLAMA3),
+    "smollm3": RMS
+    | dict(model_type="smollm3", num_hidden_layers=5, no_rope_layers=[1, 1, 1, 0, 1], tie_word_embeddings=True)
+    | dict(rope_parameters=rope(theta=500.0)),
+    "seed_oss": RMS
+    | dict(model_type="seed_oss", head_dim=16, attention_bias=True, attention_out_bias=False, rope_parameters=rope()),
+    "glm4": RMS
+    | dict(model_type="glm4", head_dim=16, attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)),
+    "ernie4_5": RMS | dict(model_type="ernie4_5", head_dim=16, tie_word_embeddings=True, rope_parameters=rope()),
+    "hunyuan_v1_dense": RMS
+    | dict(model_type="hunyuan_v1_dense", head_dim=16, attention_bias=False, rope_parameters=rope(theta=500.0)),
+    "exaone": RMS
+    | dict(model_type="exaone", head_dim=16, rope_parameters=LLAMA3, attention_bias=False, mlp_bias=False),
+    "jais2": LAYER | dict(model_type="jais2", head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=rope()),
+    "olmo": SIZES | dict(model_type="olmo", clip_qkv=0.8, rope_parameters=rope()),
+    "starcoder2": SIZES
+    | dict(model_type="starcoder2", norm_epsilon=1e-5, use_bias=True, rope_parameters=rope(theta=500.0))
+    | dict(tie_word_embeddings=True, sliding_window=128),
+    "gpt_bigcode": GPT | dict(model_type="gpt_bigcode", n_inner=64, multi_query=True),
+    "gpt_bigcode_heads": GPT | dict(model_type="gpt_bigcode", n_inner=64, multi_query=False),
+    "stablelm": LAYER | STABLELM | dict(use_parallel_residual=False, qk_layernorm=False),
+    "stablelm_parallel": LAYER | STABLELM | dict(use_parallel_residual=True, qk_layernorm=True),
+    "falcon": FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, tie_word_embeddings=True),
+    "falcon_one_norm": FALCON | dict(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "falcon_old": FALCON | dict(multi_query=True, parallel_attn=True),
+    "phi": LAYER | dict(model_type="phi", rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5)),
+    "nemotron": SIZES
+    | dict(model_type="nemotron", norm_eps=1e-5, attention_bias=True, mlp_bias=True)
+    | dict(rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5)),
+    "bloom": TOKENS | dict(model_type="bloom", hidden_size=48, n_layer=2, n_head=6, layer_norm_epsilon=1e-5),
+    "mpt": TOKENS
+    | dict(model_type="mpt", d_model=48, n_heads=6, n_layers=2, max_seq_len=128, attn_config={"clip_qkv": 0.5}),
+    "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
+}
+
+
+def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Random values of all tensors, chosen so that adding 1 does not round them."""
+    family = gguf_names.of_model_type(config["model_type"])
+    for name, shape in {tensor.name: tensor.whole_shape for tensor in family.tensors(config)}.items():
+        value = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+        is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+        yield name, (np.round((value + is_scale) * 2.0**18) / 2.0**18).astype(np.float32)
