@@ -44,6 +44,11 @@ STABLELM |= dict(rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5))
 FALCON = TOKENS | dict(model_type="falcon", num_hidden_layers=2, hidden_size=32, num_attention_heads=4, bias=False)
 FALCON |= dict(max_position_embeddings=128, ffn_hidden_size=64, rope_parameters=rope(theta=500.0))
 
+DEEPSEEK = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=2, n_group=1)
+DEEPSEEK |= dict(routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_replace=1, num_hidden_layers=3)
+GRANITE_FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
+FEW = dict(num_experts=4, num_experts_per_tok=2)
+
 # Name -> config.json.
 CASES: dict[str, dict[str, Any]] = {
     "olmo2": RMS | dict(model_type="olmo2", rope_parameters=rope(theta=500.0)),
@@ -88,6 +93,48 @@ CASES: dict[str, dict[str, Any]] = {
     "bloom": TOKENS | dict(model_type="bloom", hidden_size=48, n_layer=2, n_head=6, layer_norm_epsilon=1e-5),
     "mpt": TOKENS
     | dict(model_type="mpt", d_model=48, n_heads=6, n_layers=2, max_seq_len=128, attn_config={"clip_qkv": 0.5}),
+    "qwen2_moe": RMS
+    | FEW
+    | dict(model_type="qwen2_moe", moe_intermediate_size=32, shared_expert_intermediate_size=64)
+    | dict(norm_topk_prob=False, rope_parameters=rope()),
+    "olmoe": RMS | FEW | dict(model_type="olmoe", num_key_value_heads=4, norm_topk_prob=False, rope_parameters=rope()),
+    "granitemoe": RMS
+    | GRANITE_FACTORS
+    | dict(model_type="granitemoe", num_local_experts=4, num_experts_per_tok=2, attention_bias=True)
+    | dict(rope_parameters=rope()),
+    "granitemoeshared": RMS
+    | GRANITE_FACTORS
+    | dict(model_type="granitemoeshared", num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32)
+    | dict(tie_word_embeddings=True, rope_parameters=rope()),
+    "glm4_moe": RMS
+    | DEEPSEEK
+    | dict(model_type="glm4_moe", attention_bias=True, use_qk_norm=True, head_dim=16, n_group=4, topk_group=2)
+    | dict(rope_parameters=rope(partial_rotary_factor=0.5)),
+    "glm4_moe_air": RMS
+    | DEEPSEEK
+    | dict(model_type="glm4_moe", attention_bias=True, use_qk_norm=False, head_dim=16)
+    | dict(rope_parameters=rope(partial_rotary_factor=0.5)),
+    "dots1": RMS
+    | DEEPSEEK
+    | dict(model_type="dots1", head_dim=16, num_key_value_heads=4, sliding_window=None, rope_parameters=rope()),
+    "ernie4_5_moe": RMS
+    | dict(model_type="ernie4_5_moe", num_hidden_layers=3, moe_num_experts=8, moe_k=2, moe_intermediate_size=32)
+    | dict(moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1, tie_word_embeddings=True)
+    | dict(rope_parameters=rope(theta=500.0)),
+    "hunyuan_v1_moe": RMS
+    | dict(model_type="hunyuan_v1_moe", head_dim=16, num_experts=4, moe_topk=2, rope_parameters=rope(theta=500.0)),
+    "exaone_moe": RMS
+    | DEEPSEEK
+    | FOUR
+    | dict(model_type="exaone_moe", num_experts=8, num_shared_experts=2, rope_parameters=rope(theta=500.0)),
+    "minimax_m2": RMS
+    | dict(model_type="minimax_m2", num_local_experts=4, num_experts_per_tok=2, head_dim=16)
+    | dict(rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5)),
+    "afmoe": RMS
+    | FOUR
+    | dict(model_type="afmoe", head_dim=16, num_dense_layers=1, num_experts=8, num_experts_per_tok=3)
+    | dict(moe_intermediate_size=32, num_shared_experts=2, route_scale=1.5, mup_enabled=True)
+    | dict(rope_parameters=rope(theta=500.0)),
     "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
 }
 

@@ -27,6 +27,9 @@ Fields = Mapping[str, Any]
 Metadata = Mapping[str, Any]
 Shapes = Mapping[str, Shape]
 
+# Parts of tensors' names in a checkpoint -> those that the gguf package knows, in all families.
+_RENAMED = {"e_score_correction_bias": "e_score_correction.bias"}
+
 
 class Window(enum.StrEnum):
     """What llama.cpp makes of layers with a window.
@@ -57,6 +60,7 @@ class Family:
       square: whether heads are as wide as the model together.
       window: what it makes of windows.
       factors: whether it reads factors of rotary frequencies (llama3).
+      nextn: whether files may have further layers that predict several tokens, which are left out.
       longest: the longest row of models whose config.json has none; None: it must have one.
       changes: parts of tensors' names -> how GGUF stores them.
       renamed: parts of tensors' names -> those that the gguf package knows.
@@ -79,6 +83,7 @@ class Family:
     square: bool = False
     window: Window = Window.NONE
     factors: bool = False
+    nextn: bool = False
     longest: int | None = None
     changes: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -154,7 +159,7 @@ class Family:
 
     def _stored(self, name: str, names: Any) -> str:
         """The name in a file of a checkpoint's tensor, or of a stack of them."""
-        for old, new in self.renamed.items():
+        for old, new in (_RENAMED | dict(self.renamed)).items():
             name = name.replace(old, new)
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if stored is None:

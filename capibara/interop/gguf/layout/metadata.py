@@ -31,6 +31,7 @@ _SIZES = {
 _EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 _MOE = {"num_experts": "expert_count", "top_k": "expert_used_count"}
 _WINDOW, _PATTERN, _LENGTH = "attention.sliding_window", "attention.sliding_window_pattern", "context_length"
+NEXTN = "nextn_predict_layers"
 _OPTIONAL = ("num_kv_heads", "head_dim")
 # A tensor of the first layer that has a bias -> the projections of which it is one.
 _BIASES = {
@@ -135,8 +136,11 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
       UserError: a value is missing, is not known in the family, or varies from layer to layer.
     """
     _check_counts(values, shapes, family)
+    if family.nextn:
+        values = {**values, "block_count": values.get("block_count", 0) - (values.get(NEXTN) or 0)}
     supported = {*_keys(family).values(), *(_MOE | dict(family.moe_keys)).values(), *_EPS.values(), *family.constants}
     supported |= {_LENGTH, *gguf_rope.KEYS, *family.ignored}
+    supported |= {NEXTN} if family.nextn else set()
     supported |= {_WINDOW} if family.window is not Window.NONE else set()
     supported |= {_PATTERN} if family.window is Window.LISTED else set()
     longest = values.get(_LENGTH)
@@ -229,9 +233,11 @@ def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: 
 def _read_moe(values: Metadata, family: Family) -> Moe:
     keys = _MOE | dict(family.moe_keys)
     fields = {name: values[key] for name, key in keys.items() if key in values}
-    fields |= {"gates": "normalized" if fields["gates"] else "scores"} if "gates" in fields else {}
+    fields |= {"gates": "normalized" if fields.get("gates") else "scores"} if "gates" in keys else {}
     width = fields.pop("shared_width", None)
     fields |= {"shared_experts": 1, "shared_dim": width} if width else {}
+    if not fields.get("scale"):  # 0 is none
+        fields.pop("scale", None)
     return Moe(**fields | dict(family.hf.moe) | dict(family.moe))
 
 

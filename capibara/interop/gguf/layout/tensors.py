@@ -40,7 +40,8 @@ class Change(enum.StrEnum):
     1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the checkpoint
     every group of heads has its queries, key and value together; in GGUF all queries come first, then all keys.
     channels: the middle dimension of a convolution, which is 1, is left out. decay: the logarithm A of a recurrent layer
-    becomes -exp(A). column, decay_column: the same as nothing, and as decay, with a last dimension of 1.
+    becomes -exp(A). column, decay_column: the same as nothing, and as decay, with a last dimension of 1. row: a first
+    dimension of 1 is left out.
     """
 
     NONE = ""
@@ -53,6 +54,7 @@ class Change(enum.StrEnum):
     DECAY = "decay"
     COLUMN = "column"
     DECAY_COLUMN = "decay_column"
+    ROW = "row"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Tensor:
                 shape = (shape[0], *shape[2:])
             case Change.COLUMN | Change.DECAY_COLUMN:
                 shape = (*shape, 1)
+            case Change.ROW:
+                shape = shape[1:]
         shape = shape if self.rows is None else (self.rows, *shape[1:])
         return shape if self.index is None else (self.stack, *shape)
 
@@ -126,6 +130,8 @@ def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.nda
             return -np.exp(value.astype(np.float32))
         case Change.COLUMN:
             return value[..., None]
+        case Change.ROW:
+            return value[0]
         case Change.DECAY_COLUMN:
             return -np.exp(value.astype(np.float32))[..., None]
     return value
@@ -152,6 +158,8 @@ def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> 
             return np.log(-value)
         case Change.COLUMN:
             return value[..., 0]
+        case Change.ROW:
+            return value[None]
         case Change.DECAY_COLUMN:
             return np.log(-value[..., 0])
     return value
