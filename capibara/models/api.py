@@ -49,6 +49,7 @@ from capibara.models.mixers.kimi_delta import KimiDelta
 from capibara.models.mixers.lightning import Lightning
 from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
+from capibara.models.mixers.mixer import Mixer
 from capibara.models.mixers.rg_lru import RgLru
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.parts import moe
@@ -86,6 +87,7 @@ __all__ = [
     "Lora",
     "Mamba",
     "Mamba2",
+    "Mixer",
     "Model",
     "Moe",
     "Multipliers",

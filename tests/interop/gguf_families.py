@@ -49,6 +49,14 @@ DEEPSEEK |= dict(routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_r
 GRANITE_FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
 FEW = dict(num_experts=4, num_experts_per_tok=2)
 
+ALONE = TOKENS | dict(hidden_size=32, num_hidden_layers=3, expand=2, conv_kernel=4, layer_norm_epsilon=1e-5)
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_chunk_size=8)
+MAMBA2 |= dict(mamba_expand=2, num_hidden_layers=3, time_step_limit=[0.0, float("inf")])
+MIXED = ["linear_attention", WHOLE, "linear_attention"]
+GRANITE4 = RMS | GRANITE_FACTORS | MAMBA2 | dict(model_type="granitemoehybrid", layer_types=MIXED)
+LFM2 = SIZES | dict(norm_eps=1e-5, num_hidden_layers=4, block_auto_adjust_ff_dim=False, rope_parameters=rope())
+LFM2 |= dict(layer_types=["conv", WHOLE, "conv", "conv"], tie_word_embeddings=True)
+
 # Name -> config.json.
 CASES: dict[str, dict[str, Any]] = {
     "olmo2": RMS | dict(model_type="olmo2", rope_parameters=rope(theta=500.0)),
@@ -135,6 +143,19 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(model_type="afmoe", head_dim=16, num_dense_layers=1, num_experts=8, num_experts_per_tok=3)
     | dict(moe_intermediate_size=32, num_shared_experts=2, route_scale=1.5, mup_enabled=True)
     | dict(rope_parameters=rope(theta=500.0)),
+    "mamba": ALONE | dict(model_type="mamba", state_size=16, time_step_rank=4, tie_word_embeddings=True),
+    "falcon_mamba": ALONE | dict(model_type="falcon_mamba", state_size=16, time_step_rank=4, mixer_rms_eps=1e-5),
+    "mamba2": ALONE
+    | dict(model_type="mamba2", state_size=16, num_heads=8, head_dim=8, n_groups=2)
+    | dict(time_step_limit=[0.0, float("inf")]),
+    "lfm2": LFM2 | dict(model_type="lfm2"),
+    "lfm2_moe": LFM2
+    | dict(model_type="lfm2_moe", num_dense_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "granitemoehybrid": GRANITE4
+    | dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=32, shared_intermediate_size=64),
+    "granitemoehybrid_dense": GRANITE4
+    | dict(num_local_experts=0, shared_intermediate_size=64, position_embedding_type="rope", rope_parameters=rope())
+    | dict(tie_word_embeddings=True),
     "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
 }
 

@@ -30,7 +30,7 @@ from capibara.models import api  # noqa: E402
 RECORDED = HERE / "gguf_families.json"
 COUNT = 48
 # Seeds of prompts after which llama.cpp does not generate its end token.
-SEEDS = {"glm4_moe": 2, "hunyuan_v1_moe": 1, "minimax_m2": 1}
+SEEDS = {"glm4_moe": 2, "granitemoehybrid_dense": 1, "hunyuan_v1_moe": 1, "minimax_m2": 1}
 
 
 def prompt(name: str) -> list[int]:
@@ -75,7 +75,9 @@ def test_a_declared_family_comes_back_as_it_was(name, tmp_path):
     values = dict(tensors(config))
     assert read.shapes() == {key: value.shape for key, value in values.items()}
     for key, value in values.items():
-        np.testing.assert_array_equal(read.read(key), value, err_msg=key)
+        # A file holds the exponentials of these, and several logarithms have the same one.
+        rounding = np.spacing(np.float32(1)) if key.endswith("A_log") else 0
+        np.testing.assert_allclose(read.read(key), value, rtol=0, atol=rounding, err_msg=key)
 
 
 def check(path: pathlib.Path, name: str, ids: list[int], best: list[Any]) -> None:

@@ -65,6 +65,7 @@ class GgufModel:
         try:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_model_type(self.config["model_type"])
+            self._heads = self._family.heads(self.config)
             self._check_head()
             self._tensors: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's
             for tensor in self._family.tensors(self.config):
@@ -130,7 +131,7 @@ class GgufModel:
         value = self._plain(data, stored)
         if (scale := self._stored.get(_beside(stored.name, _SCALES[0]))) is not None:
             value = value * scale.data[tensor.index or 0]
-        return gguf_tensors.to_checkpoint(value, tensor.change, self._family.heads(self.config))
+        return gguf_tensors.to_checkpoint(value, tensor.change, self._heads).reshape(tensor.shape)
 
     def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
         try:

@@ -162,7 +162,8 @@ class _File:
         value = tensor.taken(value)
         if tensor.rows is not None:  # tokens missing in the table get the row of token 0
             value = np.concatenate([value, np.repeat(value[:1], tensor.rows - len(value), axis=0)])
-        return self._quantized(tensor, gguf_tensors.to_gguf(value, tensor.change, self._heads))
+        value = gguf_tensors.to_gguf(value, tensor.change, self._heads)
+        return self._quantized(tensor, value.reshape(tensor.stored_shape[tensor.index is not None :]))
 
     def _quantized(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
         """Converts a tensor in the file's order to its type."""

@@ -72,7 +72,7 @@ _GRANITE = Family(
     biases=ATTENTION,
     factors=True,
     changes=PAIRED,
-    split={
+    places={
         "block_sparse_moe.input_linear": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
         "shared_mlp.input_linear": ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
     },

@@ -21,7 +21,7 @@ from capibara.interop.hf import tables
 from capibara.interop.hf.layout.family import Family as HfFamily
 from capibara.interop.hf.layout.tensors import Tensor as Row
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, Mixer
 
 Fields = Mapping[str, Any]
 Metadata = Mapping[str, Any]
@@ -53,18 +53,22 @@ class Family:
       when: the metadata that files of this family have, of several families with one architecture; "": the others have some.
       keys: fields of our configuration that are metadata of this family, beside sizes and norms -> key.
       moe_keys: the same for fields of our Moe.
+      mixer: of recurrent layers; None: there are none.
+      mixer_keys: metadata that are fields of the mixer.
       inverse: fields whose inverse is stored.
       fixed: fields of our configuration of which llama.cpp has one value, beside those that interop.hf fixes.
       moe: the same for fields of our Moe.
       biases: projections that may have biases: those of "qkv", "out" and "mlp".
       square: whether heads are as wide as the model together.
       window: what it makes of windows.
+      rope_switch: metadata that say whether positions are rotary; "": they always are, if they are in interop.hf.
       factors: whether it reads factors of rotary frequencies (llama3).
       nextn: whether files may have further layers that predict several tokens, which are left out.
       longest: the longest row of models whose config.json has none; None: it must have one.
       changes: parts of tensors' names -> how GGUF stores them.
       renamed: parts of tensors' names -> those that the gguf package knows.
-      split: parts of tensors' names -> names of the tensors that GGUF stores their parts in.
+      places: parts of "name of a tensor, names of our parameters in it" -> names of the tensors that GGUF stores its parts
+        in, within a layer; where the gguf package has none.
       constants: metadata that all its files have.
       ignored: further metadata that change nothing.
       read: further fields, from the other ones, the metadata and the shapes of the file's tensors.
@@ -76,18 +80,21 @@ class Family:
     when: str = ""
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     moe_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    mixer: type[Mixer] | None = None
+    mixer_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     inverse: tuple[str, ...] = ()
     fixed: Fields = dataclasses.field(default_factory=dict)
     moe: Fields = dataclasses.field(default_factory=dict)
     biases: frozenset[str] = frozenset({"qkv"})
     square: bool = False
     window: Window = Window.NONE
+    rope_switch: str = ""
     factors: bool = False
     nextn: bool = False
     longest: int | None = None
     changes: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    split: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     constants: Metadata = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     read: Callable[[Fields, Metadata, Shapes], dict[str, Any]] | None = None
@@ -135,27 +142,30 @@ class Family:
         arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.arch)
         names = gguf.get_tensor_name_map(arch, model.num_layers)
         rows = tables.of(self.model_type, shapes, model.module_layers)
-        return [tensor for row in rows for tensor in self._of_row(row, shapes, names)]
+        groups = getattr(model.mixer, "groups", 1)
+        tensors = (tensor for row in rows for tensor in self._of_row(row, shapes, names))
+        return [dataclasses.replace(tensor, groups=groups) for tensor in tensors]
 
     def _of_row(self, row: Row, shapes: Shapes, names: Any) -> Iterator[Tensor]:
         shape, stacked = row.shape(shapes), row.numbered.strip("l")
         stack = shapes[row.ours[0]][row.numbered.index(stacked)] if stacked else 0
         single = dataclasses.replace(row, name=row.name.replace(f".{{{stacked}}}", "")) if stacked else row
         changes = [change for part, change in self.changes.items() if part in row.name]
-        split = next((stored for part, stored in self.split.items() if part in row.name), None)
+        whole = f"{row.name} {' '.join(row.ours)}"
+        places = next((stored for part, stored in self.places.items() if part in whole), None)
         for name, at in row.names(shapes):
             of_map = single.named(tuple(i for i, letter in zip(at, row.numbered) if letter != stacked))
             index = at[row.numbered.index(stacked)] if stacked else None
             change = changes[0] if changes else Change.NONE
-            if split is None:
+            if places is None:
                 yield Tensor(name, shape, self._stored(of_map, names), change, index, stack)
                 continue
-            axis = row.dims.split().index(row.along)
-            part = (*shape[:axis], shape[axis] // len(split), *shape[axis + 1 :])
+            axis, count = row.dims.split().index(row.along) if row.along else 0, len(places)
+            part = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
             layer = of_map.split(".layers.")[1].split(".")[0]
-            for i, stored in enumerate(split):
-                full = f"blk.{layer}.{stored}"
-                yield Tensor(name, part, full, change, index, stack, axis=axis, part=i, parts=len(split))
+            for i, place in enumerate(places):
+                stored = f"blk.{layer}.{place}"
+                yield Tensor(name, part, stored, change, index, stack, axis=axis, part=i, parts=count)
 
     def _stored(self, name: str, names: Any) -> str:
         """The name in a file of a checkpoint's tensor, or of a stack of them."""

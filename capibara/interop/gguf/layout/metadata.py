@@ -18,7 +18,7 @@ from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import families as hf_families
 from capibara.interop.hf.layout import rope as hf_rope
-from capibara.models.api import DecoderConfig, Moe, Rope
+from capibara.models.api import DecoderConfig, Mixer, Moe, Rope
 
 _SIZES = {
     "embed_dim": "embedding_length",
@@ -32,6 +32,7 @@ _EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_nor
 _MOE = {"num_experts": "expert_count", "top_k": "expert_used_count"}
 _WINDOW, _PATTERN, _LENGTH = "attention.sliding_window", "attention.sliding_window_pattern", "context_length"
 NEXTN = "nextn_predict_layers"
+_HEADS = ("num_heads", "num_kv_heads", "head_dim")
 _OPTIONAL = ("num_kv_heads", "head_dim")
 # A tensor of the first layer that has a bias -> the projections of which it is one.
 _BIASES = {
@@ -40,6 +41,7 @@ _BIASES = {
     "attn_output.bias": "out",
     "ffn_up.bias": "mlp",
 }
+_KV_HEADS = _SIZES["num_kv_heads"]
 _CLOSE = 1e-6  # metadata are float32
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
 
@@ -72,19 +74,29 @@ def write(config: Fields, family: Family) -> dict[str, Any]:
         values[_WINDOW] = model.window
     if family.window is Window.LISTED and model.window is not None:
         values[_PATTERN] = [kind == "local" for kind in model.kinds]
+    if model.mixer is not None:
+        values |= _write_mixer(model, model.mixer, family)
+    if family.rope_switch:
+        values[family.rope_switch] = model.positions == "rope"
     if model.positions == "rope":
-        rotary = hf_rope.write(model, family.hf) | {"max_position_embeddings": longest}
+        rotary = _rotary(model, family) | {"max_position_embeddings": longest}
         values |= gguf_rope.to_metadata({**config, **rotary}, family)
     values |= dict(family.constants) | ({} if family.write is None else family.write(model))
     _check(config, model, values, family)
     return values
 
 
+def _rotary(model: DecoderConfig, family: Family) -> dict[str, Any]:
+    """The values of config.json about rotary positions."""
+    return hf_rope.write(model, dataclasses.replace(family.hf, rope=model.positions == "rope"))
+
+
 def _keys(family: Family) -> dict[str, str]:
     """Fields of the configuration that are metadata -> key."""
-    sizes = {name: key for name, key in _SIZES.items() if not (family.square and name == "head_dim")}
-    keys = sizes | dict(family.keys)
-    return {name: key for name, key in keys.items() if key not in family.constants}
+    absent = {"head_dim"} if family.square else set()
+    absent |= {*_HEADS, "mlp_dim"} & {*family.hf.fixed}
+    absent |= {*_HEADS} if "num_heads" in absent else set()
+    return {name: key for name, key in (_SIZES | dict(family.keys)).items() if name not in absent}
 
 
 def _stored(key: str, value: Any, inverse: bool) -> dict[str, Any]:
@@ -113,6 +125,20 @@ def _longest(config: Fields, model: DecoderConfig, family: Family) -> int:
     return longest
 
 
+def _write_mixer(model: DecoderConfig, mixer: Mixer, family: Family) -> dict[str, Any]:
+    """The metadata of recurrent layers, which have no heads of keys in the list of all layers."""
+    fields = vars(mixer) | _inner(vars(mixer))
+    values = {key: fields[name] for name, key in family.mixer_keys.items()}
+    if any(kind.attends for kind in model.kinds) and "recurrent" in model.kinds:
+        values[_KV_HEADS] = [model.kv_heads if kind.attends else 0 for kind in model.kinds]
+    return values
+
+
+def _inner(fields: Fields) -> dict[str, Any]:
+    """The width of all heads of a mixer that has heads."""
+    return {"inner_dim": fields["heads"] * fields["head_dim"]} if "head_dim" in fields else {}
+
+
 def _write_moe(model: DecoderConfig, moe: Moe, family: Family) -> dict[str, Any]:
     values: dict[str, Any] = {}
     fields = {field.name: getattr(moe, field.name) for field in dataclasses.fields(moe)}
@@ -139,6 +165,7 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     if family.nextn:
         values = {**values, "block_count": values.get("block_count", 0) - (values.get(NEXTN) or 0)}
     supported = {*_keys(family).values(), *(_MOE | dict(family.moe_keys)).values(), *_EPS.values(), *family.constants}
+    supported |= {*family.mixer_keys.values(), family.rope_switch}
     supported |= {_LENGTH, *gguf_rope.KEYS, *family.ignored}
     supported |= {NEXTN} if family.nextn else set()
     supported |= {_WINDOW} if family.window is not Window.NONE else set()
@@ -152,7 +179,7 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     like = {"model_type": family.model_type}
     config = hf_config.to_hf(model, like)
     assert config["model_type"] == family.model_type, "what a family reads, it writes"
-    return config | ({_longest_key(family): longest} if family.hf.rope else {})
+    return config | ({_longest_key(family): longest} if family.hf.rope or family.rope_switch else {})
 
 
 def _longest_key(family: Family) -> str:
@@ -162,6 +189,12 @@ def _longest_key(family: Family) -> str:
 def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: Family) -> DecoderConfig:
     """Our configuration of the metadata."""
     fields: dict[str, Any] = {"vocab_size": shapes["token_embd.weight"][0]}
+    if family.mixer is not None:
+        fields |= _read_mixer(values, shapes, family)
+        values = {
+            **values,
+            **{_KV_HEADS: max(listed) for listed in [values.get(_KV_HEADS)] if isinstance(listed, list)},
+        }
     for name, key in _keys(family).items():
         value = values.get(key)
         if isinstance(value, list):
@@ -174,13 +207,32 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     fields |= _read_norm(values, family)
     fields |= {"bias": _bias(shapes, family), "head": "separate" if "output.weight" in shapes else "tied"}
     fields |= _layers(values, fields, family)
-    if family.hf.rope:
+    if values.get(family.rope_switch, True) if family.rope_switch else family.hf.rope:
         fields["rope"] = _rope(values, fields, factors, family)
+    elif family.rope_switch:
+        fields["positions"] = "none"
     if (count := values.get(_MOE["num_experts"])) is not None:
         fields["moe"] = _read_moe(values, family) if count else None
     fields |= dict(family.hf.fixed) | dict(family.fixed)
     fields |= {} if family.read is None else family.read(fields, values, shapes)
     return (family.hf.config or DecoderConfig)(**fields)
+
+
+def _read_mixer(values: Metadata, shapes: Shapes, family: Family) -> dict[str, Any]:
+    """The mixer, and which layers are recurrent."""
+    assert family.mixer is not None, "the caller sees to it"
+    missing = [key for key in family.mixer_keys.values() if key not in values]
+    if missing:
+        raise UserError(f"the file has no {family.arch}.{missing[0]}: it is corrupted, or no {family.arch} model")
+    fields = {name: values[key] for name, key in family.mixer_keys.items()}
+    known = {field.name for field in dataclasses.fields(family.mixer)}
+    if "head_dim" in known and "inner_dim" in fields:
+        fields["head_dim"] = fields.pop("inner_dim") // fields["heads"]
+    if "bias" in known:
+        fields["bias"] = "conv" if any(name.endswith("ssm_conv1d.bias") for name in shapes) else "none"
+    listed = values.get(_KV_HEADS)
+    kinds = ["global" if heads else "recurrent" for heads in listed] if isinstance(listed, list) else []
+    return {"mixer": family.mixer(**fields)} | ({"layer_pattern": tuple(kinds)} if kinds else {})
 
 
 def _read_norm(values: Metadata, family: Family) -> dict[str, Any]:
@@ -254,10 +306,11 @@ def _check_counts(values: Metadata, shapes: Shapes, family: Family) -> None:
 
 def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Family) -> None:
     """Raises where the file would say another model than config.json, as llama.cpp reads it."""
+    if family.mixer is not None and not isinstance(model.mixer, family.mixer):
+        raise UserError(f"layer_types of the {family.model_type} model has no recurrent layers: it has no GGUF form")
     shapes = {tensor.stored: tensor.stored_shape for tensor in family.tensors(config)}
-    factors = gguf_rope.factors({**config, **hf_rope.write(model, family.hf)}, family)
-    ours = hf_config.resolved(model)
-    theirs = hf_config.resolved(_model(values, shapes, factors, family))
+    factors = gguf_rope.factors({**config, **_rotary(model, family)}, family)
+    ours, theirs = (_plain(of) for of in (model, _model(values, shapes, factors, family)))
     for name in ours.keys() | theirs.keys():
         mine, other = ours.get(name), theirs.get(name)
         if _equal(mine, other):
@@ -270,6 +323,16 @@ def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Famil
             f"{_hf_name(name, family)} of the {family.model_type} model{shown or ' is none that llama.cpp computes'}: it has "
             "no GGUF form"
         )
+
+
+def _plain(model: DecoderConfig) -> dict[str, Any]:
+    """The effective fields, those of its parts too."""
+    mixer = {} if model.mixer is None else {"mixer": vars(model.mixer)}
+    fields = hf_config.resolved(model) | mixer | {"multipliers": vars(model.multipliers)}
+    if not any(kind.attends for kind in model.kinds):
+        del fields["head_dim"]
+        del fields["attention_scale"]
+    return fields
 
 
 def _equal(mine: Any, other: Any) -> bool:
@@ -287,5 +350,7 @@ def _hf_name(name: str, family: Family) -> str:
     """A field's name in config.json."""
     names = {"rope": "rope_parameters", "layer_pattern": "layer_types", "window": "sliding_window"}
     names |= {"head": "tie_word_embeddings", "activation": family.hf.activation, "gates": "norm_topk_prob"}
-    names |= {"bias": " or ".join(family.hf.biases) or "bias"} | family.hf.keys | family.hf.moe_keys
+    names |= (
+        {"bias": " or ".join(family.hf.biases) or "bias"} | family.hf.keys | family.hf.moe_keys | family.hf.mixer_keys
+    )
     return names.get(name) or name

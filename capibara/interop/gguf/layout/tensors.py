@@ -39,9 +39,9 @@ class Change(enum.StrEnum):
       plus_one:
     1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the checkpoint
     every group of heads has its queries, key and value together; in GGUF all queries come first, then all keys.
-    channels: the middle dimension of a convolution, which is 1, is left out. decay: the logarithm A of a recurrent layer
-    becomes -exp(A). column, decay_column: the same as nothing, and as decay, with a last dimension of 1. row: a first
-    dimension of 1 is left out.
+    decay: the logarithm A of a recurrent layer becomes -exp(A). The others change the shape alone. channels: the middle
+    dimension of a convolution, which is 1, is left out. row: a first dimension of 1 is left out. column, decay_column:
+    there is a last dimension of 1. groups: rows of a group each.
     """
 
     NONE = ""
@@ -55,6 +55,7 @@ class Change(enum.StrEnum):
     COLUMN = "column"
     DECAY_COLUMN = "decay_column"
     ROW = "row"
+    GROUPS = "groups"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Tensor:
       rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
       axis: the dimension along which the checkpoint's tensor is made of parts.
       part, parts: which one of how many.
+      groups: number of rows of a vector that is stored by groups.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Tensor:
     axis: int = 0
     part: int = 0
     parts: int = 1
+    groups: int = 1
 
     @property
     def stored_shape(self) -> Shape:
@@ -96,6 +99,8 @@ class Tensor:
                 shape = (*shape, 1)
             case Change.ROW:
                 shape = shape[1:]
+            case Change.GROUPS:
+                shape = (self.groups, shape[0] // self.groups)
         shape = shape if self.rows is None else (self.rows, *shape[1:])
         return shape if self.index is None else (self.stack, *shape)
 
@@ -112,7 +117,7 @@ class Tensor:
 
 
 def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
-    """Converts a checkpoint's tensor to a GGUF file's; `heads` are query and key heads."""
+    """Converts a checkpoint's values to a GGUF file's, but for their shape; `heads` are query and key heads."""
     match change:
         case Change.QUERIES | Change.KEYS:
             return _regroup(value, (heads[change is Change.KEYS], 2, -1))
@@ -124,21 +129,13 @@ def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.nda
             split = value.reshape(heads[1], heads[0] // heads[1] + 2, -1, *value.shape[1:])
             parts = split[:, :-2], split[:, -2], split[:, -1]
             return np.concatenate([part.reshape(-1, *value.shape[1:]) for part in parts])
-        case Change.CHANNELS:
-            return value.squeeze(1)
-        case Change.DECAY:
-            return -np.exp(value.astype(np.float32))
-        case Change.COLUMN:
-            return value[..., None]
-        case Change.ROW:
-            return value[0]
-        case Change.DECAY_COLUMN:
-            return -np.exp(value.astype(np.float32))[..., None]
+        case Change.DECAY | Change.DECAY_COLUMN:
+            return -np.exp(value.astype(np.float64)).astype(np.float32)
     return value
 
 
 def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
-    """The inverse of to_gguf; for decays the value nearest to it, which need not be the one that was written."""
+    """The inverse of to_gguf; for decays up to rounding: several logarithms have one exponential in float32."""
     match change:
         case Change.QUERIES | Change.KEYS:
             return _regroup(value, (heads[change is Change.KEYS], -1, 2))
@@ -152,16 +149,8 @@ def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> 
             queries, keys, values = np.split(rows, (heads[0], heads[0] + heads[1]))
             queries = queries.reshape(heads[1], -1, *rows.shape[1:])
             return np.concatenate([queries, keys[:, None], values[:, None]], axis=1).reshape(value.shape)
-        case Change.CHANNELS:
-            return value[:, None]
-        case Change.DECAY:
-            return np.log(-value)
-        case Change.COLUMN:
-            return value[..., 0]
-        case Change.ROW:
-            return value[None]
-        case Change.DECAY_COLUMN:
-            return np.log(-value[..., 0])
+        case Change.DECAY | Change.DECAY_COLUMN:
+            return np.log(-value.astype(np.float64)).astype(np.float32)
     return value
 
 
