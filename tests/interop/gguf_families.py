@@ -57,6 +57,11 @@ GRANITE4 = RMS | GRANITE_FACTORS | MAMBA2 | dict(model_type="granitemoehybrid", 
 LFM2 = SIZES | dict(norm_eps=1e-5, num_hidden_layers=4, block_auto_adjust_ff_dim=False, rope_parameters=rope())
 LFM2 |= dict(layer_types=["conv", WHOLE, "conv", "conv"], tie_word_embeddings=True)
 
+DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+DELTA |= dict(linear_conv_kernel_dim=4, head_dim=16, rope_parameters=rope(partial_rotary_factor=0.5))
+DELTA |= dict(num_hidden_layers=4, layer_types=["linear_attention", "linear_attention", WHOLE, "linear_attention"])
+SHARED = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64)
+
 # Name -> config.json.
 CASES: dict[str, dict[str, Any]] = {
     "olmo2": RMS | dict(model_type="olmo2", rope_parameters=rope(theta=500.0)),
@@ -156,6 +161,9 @@ CASES: dict[str, dict[str, Any]] = {
     "granitemoehybrid_dense": GRANITE4
     | dict(num_local_experts=0, shared_intermediate_size=64, position_embedding_type="rope", rope_parameters=rope())
     | dict(tie_word_embeddings=True),
+    "qwen3_next": RMS | DELTA | SHARED | dict(model_type="qwen3_next"),
+    "qwen3_5": RMS | DELTA | dict(model_type="qwen3_5_text", tie_word_embeddings=True),
+    "qwen3_5_moe": RMS | DELTA | SHARED | dict(model_type="qwen3_5_moe_text"),
     "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
 }
 
@@ -163,7 +171,7 @@ CASES: dict[str, dict[str, Any]] = {
 def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Random values of all tensors, chosen so that adding 1 does not round them."""
     family = gguf_names.of_model_type(config["model_type"])
-    for name, shape in {tensor.name: tensor.whole_shape for tensor in family.tensors(config)}.items():
+    for name, shape in {tensor.name: tensor.shape for tensor in family.tensors(config)}.items():
         value = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
         is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
         yield name, (np.round((value + is_scale) * 2.0**18) / 2.0**18).astype(np.float32)

@@ -30,7 +30,7 @@ from capibara.models import api  # noqa: E402
 RECORDED = HERE / "gguf_families.json"
 COUNT = 48
 # Seeds of prompts after which llama.cpp does not generate its end token.
-SEEDS = {"glm4_moe": 2, "granitemoehybrid_dense": 1, "hunyuan_v1_moe": 1, "minimax_m2": 1}
+SEEDS = {"glm4_moe": 2, "qwen3_next": 1, "granitemoehybrid_dense": 1, "hunyuan_v1_moe": 1, "minimax_m2": 1}
 
 
 def prompt(name: str) -> list[int]:

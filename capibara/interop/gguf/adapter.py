@@ -38,7 +38,7 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
     family = gguf_names.of_model_type(config.get("model_type"))
     gguf_config.to_metadata(config)  # raises if the base is not supported
     tensors, heads = family.tensors(config), family.heads(config)
-    known = {tensor.name: tensor for tensor in tensors if tensor.parts == 1}
+    known = {tensor.name: tensor for tensor in tensors if tensor.take.indices is None}
     stored: dict[str, list[tuple[Tensor, Pair]]] = {}
     for pair in pairs:
         tensor = known.get(pair.name)

@@ -104,7 +104,7 @@ class GgufModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Checkpoint name -> shape."""
-        shapes = {name: parts[0].whole_shape for name, parts in self._tensors.items()}
+        shapes = {name: parts[0].shape for name, parts in self._tensors.items()}
         return {
             name: gpt_oss.shape(name, shapes) if len(shapes) > len(self._rows) else shapes[name] for name in self._rows
         }
@@ -122,8 +122,14 @@ class GgufModel:
         return gpt_oss.joined(name, values) if self._family.model_type == gpt_oss.MODEL_TYPE else values[0]
 
     def _row(self, name: str) -> np.ndarray:
-        parts = [self._part(tensor) for tensor in self._tensors[name]]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, self._tensors[name][0].axis)
+        tensors = self._tensors[name]
+        parts = [self._part(tensor) for tensor in tensors]
+        if tensors[0].take.indices is None:
+            return parts[0]
+        whole = np.empty(tensors[0].shape, parts[0].dtype)
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.take.put(part, whole)
+        return whole
 
     def _part(self, tensor: Tensor) -> np.ndarray:
         stored = self._stored[tensor.stored]
@@ -131,7 +137,7 @@ class GgufModel:
         value = self._plain(data, stored)
         if (scale := self._stored.get(_beside(stored.name, _SCALES[0]))) is not None:
             value = value * scale.data[tensor.index or 0]
-        return gguf_tensors.to_checkpoint(value, tensor.change, self._heads).reshape(tensor.shape)
+        return gguf_tensors.to_checkpoint(value, tensor.change, self._heads).reshape(tensor.part_shape)
 
     def _plain(self, data: np.ndarray, stored: Any) -> np.ndarray:
         try:

@@ -147,7 +147,7 @@ class _File:
 
     def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
         """A tensor in the file's format, in one contiguous array."""
-        if isinstance(value, Packed) and tensor.parts > 1:
+        if isinstance(value, Packed) and tensor.take.indices is not None:
             value = value.values()
         if isinstance(value, Packed):
             turned = tensor.change is Change.TRANSPOSED  # to outputs first, which it already is
@@ -157,9 +157,9 @@ class _File:
                 value.q4_0() if self._types[tensor.stored].name == "Q4_0" else self._quantized(tensor, value.values())
             )
         value = np.asarray(value)
-        if value.shape != tensor.whole_shape:
-            raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.whole_shape} by config.json")
-        value = tensor.taken(value)
+        if value.shape != tensor.shape:
+            raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
+        value = tensor.take.of(value)
         if tensor.rows is not None:  # tokens missing in the table get the row of token 0
             value = np.concatenate([value, np.repeat(value[:1], tensor.rows - len(value), axis=0)])
         value = gguf_tensors.to_gguf(value, tensor.change, self._heads)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from capibara.interop.gguf.catalog.dense import ATTENTION, PAIRED, SCALES
+import numpy as np
+
+from capibara.interop.gguf.catalog.dense import ATTENTION, PAIRED, SCALES, SWIGLU
 from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes
-from capibara.interop.gguf.layout.tensors import Change
-from capibara.models.api import Mamba, Mamba2, ShortConv
+from capibara.interop.gguf.layout.tensors import Change, Take
+from capibara.models.api import DecoderConfig, GatedDelta, Mamba, Mamba2, ShortConv
 
 _NONE: frozenset[str] = frozenset()
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
@@ -16,6 +18,14 @@ _LONGEST = 2**20  # of models whose state has no length
 _SSM = {"taps": "ssm.conv_kernel", "state_dim": "ssm.state_size", "inner_dim": "ssm.inner_size"}
 _MAMBA = _SSM | {"step_rank": "ssm.time_step_rank"}
 _MAMBA2 = _SSM | {"heads": "ssm.time_step_rank", "groups": "ssm.group_count"}
+_DELTA = {
+    "taps": "ssm.conv_kernel",
+    "key_dim": "ssm.state_size",
+    "key_heads": "ssm.group_count",
+    "value_heads": "ssm.time_step_rank",
+    "inner_dim": "ssm.inner_size",
+}
+_WIDTH = {"expert_dim": "expert_feed_forward_length"}
 _ALONE = {"feed_forward_length": 0, "attention.head_count": 0}
 _MAMBA_CHANGES = {"conv1d.weight": Change.CHANNELS, "A_log": Change.DECAY}
 _MAMBA2_CHANGES = {
@@ -63,7 +73,77 @@ _LFM2 = Family(
     changes={"conv.conv": Change.CHANNELS},
 )
 
+
+def _joined_heads(config: DecoderConfig) -> dict[str, tuple[Take, ...]]:
+    """A head's queries, keys, values and gates are beside each other; in a file those of all heads, the gates apart."""
+    mixer = config.mixer
+    assert isinstance(mixer, GatedDelta), "the family's mixer"
+    values = mixer.value_heads // mixer.key_heads * mixer.value_dim
+    rows = np.arange(mixer.key_heads * 2 * (mixer.key_dim + values)).reshape(mixer.key_heads, -1)
+    ends = np.cumsum([mixer.key_dim, mixer.key_dim, values])
+    *joined, gates = (part.ravel() for part in np.split(rows, ends, axis=1))
+    return {"in_proj_qkvz": (Take("attn_qkv.weight", np.concatenate(joined)), Take("attn_gate.weight", gates))}
+
+
+def _tiled_values(config: DecoderConfig) -> dict[str, tuple[Take, ...]]:
+    """The values of a head of keys are beside each other; in a file the first ones of all heads, then the second ones."""
+    mixer = config.mixer
+    assert isinstance(mixer, GatedDelta), "the family's mixer"
+    heads = np.arange(mixer.value_heads).reshape(mixer.key_heads, -1).T.ravel()
+    values = np.arange(mixer.value_heads * mixer.value_dim).reshape(mixer.value_heads, -1)[heads].ravel()
+    before = 2 * mixer.key_heads * mixer.key_dim
+    joined = Take("", np.concatenate([np.arange(before), before + values]))
+    by_head = dict.fromkeys(("in_proj_b.", "in_proj_a.", "A_log", "dt_bias"), (Take("", heads),))
+    by_value = {"in_proj_z.": (Take("", values),), "linear_attn.out_proj": (Take("", values, 1),)}
+    return by_head | by_value | dict.fromkeys(("in_proj_qkv.", "linear_attn.conv1d"), (joined,))
+
+
+def _one_size(fields: Fields, values: Metadata, shapes: Shapes) -> dict[str, Any]:
+    mixer = fields["mixer"]
+    return {"mixer": dataclasses.replace(mixer, value_dim=mixer.key_dim)}
+
+
+def _sections(config: DecoderConfig) -> dict[str, Any]:
+    """Pairs that are turned by time, height and width; of text all have the same position."""
+    pairs = config.rope.rotated_dims(config.head_size) // 2
+    return {"rope.dimension_sections": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0]}
+
+
+_QWEN_NEXT = Family(
+    model_type="qwen3_next",
+    arch="qwen3next",
+    moe_keys=_WIDTH | {"shared_dim": _SHARED_WIDTH},
+    mixer=GatedDelta,
+    mixer_keys=_DELTA,
+    recurrent_key="attention.recurrent_layers",
+    fixed=SWIGLU,
+    moe={"gates": "normalized"},
+    biases=_NONE,
+    nextn=True,
+    changes={
+        "linear_attn.norm": Change.NONE,
+        "norm.weight": Change.PLUS_ONE,
+        "conv1d.weight": Change.CHANNELS,
+        "A_log": Change.DECAY,
+        "shared_expert_gate": Change.ROW,
+    },
+    renamed=_TIME_BIAS,
+    takes=_joined_heads,
+    read=_one_size,
+)
+_QWEN_35 = dataclasses.replace(
+    _QWEN_NEXT,
+    model_type="qwen3_5_moe_text",
+    arch="qwen35moe",
+    takes=_tiled_values,
+    ignored=("rope.dimension_sections",),
+    write=_sections,
+)
+
 FAMILIES = (
+    _QWEN_NEXT,
+    _QWEN_35,
+    dataclasses.replace(_QWEN_35, model_type="qwen3_5_text", arch="qwen35", moe_keys={}, moe={}),
     _MAMBA_1,
     dataclasses.replace(
         _MAMBA_1,

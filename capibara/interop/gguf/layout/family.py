@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.interop.gguf.layout.tensors import Change, Shape, Tensor, package
+from capibara.interop.gguf.layout.tensors import Change, Shape, Take, Tensor, package
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import families as hf_families
 from capibara.interop.hf import tables
@@ -55,6 +56,7 @@ class Family:
       moe_keys: the same for fields of our Moe.
       mixer: of recurrent layers; None: there are none.
       mixer_keys: metadata that are fields of the mixer.
+      recurrent_key: metadata that list which layers are recurrent; "": those are without key and value heads.
       inverse: fields whose inverse is stored.
       fixed: fields of our configuration of which llama.cpp has one value, beside those that interop.hf fixes.
       moe: the same for fields of our Moe.
@@ -69,6 +71,7 @@ class Family:
       renamed: parts of tensors' names -> those that the gguf package knows.
       places: parts of "name of a tensor, names of our parameters in it" -> names of the tensors that GGUF stores its parts
         in, within a layer; where the gguf package has none.
+      takes: what files have of tensors, for a configuration: parts of tensors' names -> what each of the file's has.
       constants: metadata that all its files have.
       ignored: further metadata that change nothing.
       read: further fields, from the other ones, the metadata and the shapes of the file's tensors.
@@ -82,6 +85,7 @@ class Family:
     moe_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mixer: type[Mixer] | None = None
     mixer_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    recurrent_key: str = ""
     inverse: tuple[str, ...] = ()
     fixed: Fields = dataclasses.field(default_factory=dict)
     moe: Fields = dataclasses.field(default_factory=dict)
@@ -95,6 +99,7 @@ class Family:
     changes: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    takes: Callable[[DecoderConfig], Mapping[str, tuple[Take, ...]]] | None = None
     constants: Metadata = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     read: Callable[[Fields, Metadata, Shapes], dict[str, Any]] | None = None
@@ -143,29 +148,35 @@ class Family:
         names = gguf.get_tensor_name_map(arch, model.num_layers)
         rows = tables.of(self.model_type, shapes, model.module_layers)
         groups = getattr(model.mixer, "groups", 1)
-        tensors = (tensor for row in rows for tensor in self._of_row(row, shapes, names))
+        takes = {} if self.takes is None else self.takes(model)
+        tensors = (tensor for row in rows for tensor in self._of_row(row, shapes, names, takes))
         return [dataclasses.replace(tensor, groups=groups) for tensor in tensors]
 
-    def _of_row(self, row: Row, shapes: Shapes, names: Any) -> Iterator[Tensor]:
+    def _of_row(self, row: Row, shapes: Shapes, names: Any, takes: Mapping[str, tuple[Take, ...]]) -> Iterator[Tensor]:
         shape, stacked = row.shape(shapes), row.numbered.strip("l")
         stack = shapes[row.ours[0]][row.numbered.index(stacked)] if stacked else 0
         single = dataclasses.replace(row, name=row.name.replace(f".{{{stacked}}}", "")) if stacked else row
-        changes = [change for part, change in self.changes.items() if part in row.name]
-        whole = f"{row.name} {' '.join(row.ours)}"
-        places = next((stored for part, stored in self.places.items() if part in whole), None)
+        change = next((change for part, change in self.changes.items() if part in row.name), Change.NONE)
+        parts = next((parts for part, parts in takes.items() if part in row.name), self._placed(row, shape))
         for name, at in row.names(shapes):
             of_map = single.named(tuple(i for i, letter in zip(at, row.numbered) if letter != stacked))
             index = at[row.numbered.index(stacked)] if stacked else None
-            change = changes[0] if changes else Change.NONE
-            if places is None:
-                yield Tensor(name, shape, self._stored(of_map, names), change, index, stack)
-                continue
-            axis, count = row.dims.split().index(row.along) if row.along else 0, len(places)
-            part = (*shape[:axis], shape[axis] // count, *shape[axis + 1 :])
-            layer = of_map.split(".layers.")[1].split(".")[0]
-            for i, place in enumerate(places):
-                stored = f"blk.{layer}.{place}"
-                yield Tensor(name, part, stored, change, index, stack, axis=axis, part=i, parts=count)
+            for take in parts:
+                if take.place:
+                    stored = f"blk.{of_map.split('.layers.')[1].split('.')[0]}.{take.place}"
+                else:
+                    stored = self._stored(of_map, names)
+                yield Tensor(name, shape, stored, change, index, stack, take=take)
+
+    def _placed(self, row: Row, shape: Shape) -> tuple[Take, ...]:
+        """What each of the file's tensors has of one that is there in equal parts, or under another name."""
+        whole = f"{row.name} {' '.join(row.ours)}"
+        places = next((places for part, places in self.places.items() if part in whole), ("",))
+        if len(places) == 1:
+            return (Take(places[0]),)
+        axis = row.dims.split().index(row.along)
+        indices = np.split(np.arange(shape[axis]), len(places))
+        return tuple(Take(place, part, axis) for place, part in zip(places, indices, strict=True))
 
     def _stored(self, name: str, names: Any) -> str:
         """The name in a file of a checkpoint's tensor, or of a stack of them."""

@@ -42,6 +42,8 @@ _BIASES = {
     "ffn_up.bias": "mlp",
 }
 _KV_HEADS = _SIZES["num_kv_heads"]
+_HEADS_OF_MIXERS = (("heads", "head_dim"), ("value_heads", "value_dim"))
+_INTERVAL = "full_attention_interval"
 _CLOSE = 1e-6  # metadata are float32
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
 
@@ -129,14 +131,19 @@ def _write_mixer(model: DecoderConfig, mixer: Mixer, family: Family) -> dict[str
     """The metadata of recurrent layers, which have no heads of keys in the list of all layers."""
     fields = vars(mixer) | _inner(vars(mixer))
     values = {key: fields[name] for name, key in family.mixer_keys.items()}
-    if any(kind.attends for kind in model.kinds) and "recurrent" in model.kinds:
+    if family.recurrent_key:
+        values[family.recurrent_key] = [kind == "recurrent" for kind in model.kinds]
+    elif any(kind.attends for kind in model.kinds) and "recurrent" in model.kinds:
         values[_KV_HEADS] = [model.kv_heads if kind.attends else 0 for kind in model.kinds]
     return values
 
 
 def _inner(fields: Fields) -> dict[str, Any]:
     """The width of all heads of a mixer that has heads."""
-    return {"inner_dim": fields["heads"] * fields["head_dim"]} if "head_dim" in fields else {}
+    for heads, size in _HEADS_OF_MIXERS:
+        if heads in fields:
+            return {"inner_dim": fields[heads] * fields[size]}
+    return {}
 
 
 def _write_moe(model: DecoderConfig, moe: Moe, family: Family) -> dict[str, Any]:
@@ -165,7 +172,8 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     if family.nextn:
         values = {**values, "block_count": values.get("block_count", 0) - (values.get(NEXTN) or 0)}
     supported = {*_keys(family).values(), *(_MOE | dict(family.moe_keys)).values(), *_EPS.values(), *family.constants}
-    supported |= {*family.mixer_keys.values(), family.rope_switch}
+    supported |= {*family.mixer_keys.values(), family.rope_switch, family.recurrent_key}
+    supported |= {_INTERVAL} if family.recurrent_key else set()
     supported |= {_LENGTH, *gguf_rope.KEYS, *family.ignored}
     supported |= {NEXTN} if family.nextn else set()
     supported |= {_WINDOW} if family.window is not Window.NONE else set()
@@ -191,10 +199,8 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     fields: dict[str, Any] = {"vocab_size": shapes["token_embd.weight"][0]}
     if family.mixer is not None:
         fields |= _read_mixer(values, shapes, family)
-        values = {
-            **values,
-            **{_KV_HEADS: max(listed) for listed in [values.get(_KV_HEADS)] if isinstance(listed, list)},
-        }
+        if isinstance(listed := values.get(_KV_HEADS), list):
+            values = {**values, _KV_HEADS: max(listed)}
     for name, key in _keys(family).items():
         value = values.get(key)
         if isinstance(value, list):
@@ -226,13 +232,25 @@ def _read_mixer(values: Metadata, shapes: Shapes, family: Family) -> dict[str, A
         raise UserError(f"the file has no {family.arch}.{missing[0]}: it is corrupted, or no {family.arch} model")
     fields = {name: values[key] for name, key in family.mixer_keys.items()}
     known = {field.name for field in dataclasses.fields(family.mixer)}
-    if "head_dim" in known and "inner_dim" in fields:
-        fields["head_dim"] = fields.pop("inner_dim") // fields["heads"]
+    for heads, size in _HEADS_OF_MIXERS:
+        if heads in fields and "inner_dim" in fields:
+            fields[size] = fields.pop("inner_dim") // fields[heads]
     if "bias" in known:
         fields["bias"] = "conv" if any(name.endswith("ssm_conv1d.bias") for name in shapes) else "none"
-    listed = values.get(_KV_HEADS)
-    kinds = ["global" if heads else "recurrent" for heads in listed] if isinstance(listed, list) else []
-    return {"mixer": family.mixer(**fields)} | ({"layer_pattern": tuple(kinds)} if kinds else {})
+    return {"mixer": family.mixer(**fields)} | _recurrent(values, family)
+
+
+def _recurrent(values: Metadata, family: Family) -> dict[str, Any]:
+    """Which layers are recurrent."""
+    if not family.recurrent_key:
+        listed = values.get(_KV_HEADS)
+        recurrent = [not heads for heads in listed] if isinstance(listed, list) else []
+    elif family.recurrent_key in values:
+        recurrent = list(values[family.recurrent_key])[: values["block_count"]]
+    else:
+        every = values.get(_INTERVAL, 4)
+        recurrent = [(layer + 1) % every != 0 for layer in range(values["block_count"])]
+    return {"layer_pattern": tuple("recurrent" if is_one else "global" for is_one in recurrent)} if recurrent else {}
 
 
 def _read_norm(values: Metadata, family: Family) -> dict[str, Any]:

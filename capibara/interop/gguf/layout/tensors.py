@@ -59,18 +59,46 @@ class Change(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of a model, or an equal part of one if GGUF stores its parts.
+class Take:
+    """What a tensor of the file has of one of the checkpoint.
 
     Attributes:
-      name, shape: in the checkpoint, of the part.
+      place: its name within a layer; "": the one that the gguf package knows.
+      indices: of the checkpoint's rows, in the file's order; None: all of them, as they are.
+      axis: the dimension that has these rows.
+    """
+
+    place: str = ""
+    indices: np.ndarray | None = None
+    axis: int = 0
+
+    def shape(self, shape: Shape) -> Shape:
+        """The shape of what is taken of a tensor of this one."""
+        if self.indices is None:
+            return shape
+        return (*shape[: self.axis], len(self.indices), *shape[self.axis + 1 :])
+
+    def of(self, value: np.ndarray) -> np.ndarray:
+        """What is taken of the checkpoint's tensor."""
+        return value if self.indices is None else np.take(value, self.indices, self.axis)
+
+    def put(self, value: np.ndarray, whole: np.ndarray) -> None:
+        """Puts what was taken back."""
+        whole[(slice(None),) * self.axis + (self.indices if self.indices is not None else slice(None),)] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a model, as far as one tensor of the file has it.
+
+    Attributes:
+      name, shape: in the checkpoint.
       stored: its name in the GGUF file.
       change: how the file's tensor differs.
       index: its place in the stack (of experts, heads or AltUp's streams) that GGUF stores; None: it is not stacked.
       stack: size of that stack.
       rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
-      axis: the dimension along which the checkpoint's tensor is made of parts.
-      part, parts: which one of how many.
+      take: which of its rows the file's tensor has.
       groups: number of rows of a vector that is stored by groups.
     """
 
@@ -81,15 +109,18 @@ class Tensor:
     index: int | None = None
     stack: int = 0
     rows: int | None = None
-    axis: int = 0
-    part: int = 0
-    parts: int = 1
+    take: Take = Take()
     groups: int = 1
+
+    @property
+    def part_shape(self) -> Shape:
+        """The shape of what the file's tensor has of the checkpoint's."""
+        return self.take.shape(self.shape)
 
     @property
     def stored_shape(self) -> Shape:
         """The shape in the file, slowest dimension first."""
-        shape = self.shape
+        shape = self.part_shape
         match self.change:
             case Change.TRANSPOSED:
                 shape = shape[::-1]
@@ -103,17 +134,6 @@ class Tensor:
                 shape = (self.groups, shape[0] // self.groups)
         shape = shape if self.rows is None else (self.rows, *shape[1:])
         return shape if self.index is None else (self.stack, *shape)
-
-    @property
-    def whole_shape(self) -> Shape:
-        """The shape of the checkpoint's tensor."""
-        return (
-            *self.shape[: self.axis], self.shape[self.axis] * self.parts, *self.shape[self.axis + 1 :]
-        ) if self.parts > 1 else self.shape  # fmt: skip
-
-    def taken(self, value: np.ndarray) -> np.ndarray:
-        """The part of the checkpoint's tensor."""
-        return np.split(value, self.parts, self.axis)[self.part] if self.parts > 1 else value
 
 
 def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.ndarray:
