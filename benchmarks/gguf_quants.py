@@ -44,7 +44,7 @@ DRAWN = dict(
 def drawn() -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a model whose weights are those of none."""
     draw = np.random.default_rng(0)
-    for tensor in gguf_names.of_model_type("llama").tensors(DRAWN):
+    for tensor in gguf_names.of_config({"model_type": "llama"}).tensors(DRAWN):
         yield tensor.name, 0.02 * draw.standard_normal(tensor.shape, np.float32)
 
 

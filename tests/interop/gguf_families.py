@@ -62,6 +62,17 @@ DELTA |= dict(linear_conv_kernel_dim=4, head_dim=16, rope_parameters=rope(partia
 DELTA |= dict(num_hidden_layers=4, layer_types=["linear_attention", "linear_attention", WHOLE, "linear_attention"])
 SHARED = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=64)
 
+JAMBA = RMS | dict(model_type="jamba", num_hidden_layers=6, mamba_d_state=16, mamba_d_conv=4, attn_layer_period=3)
+JAMBA |= dict(attn_layer_offset=1, mamba_dt_rank=4)
+FALCON_H1 = RMS | MAMBA2 | dict(model_type="falcon_h1", mamba_d_ssm=64, rope_parameters=rope(theta=500.0), head_dim=16)
+FALCON_H1 |= dict(mamba_rms_norm=True, mamba_norm_before_gate=False)
+FACTORS_H1 = dict(embedding_multiplier=3.0, lm_head_multiplier=0.5, key_multiplier=0.7, attention_in_multiplier=1.5)
+FACTORS_H1 |= dict(attention_out_multiplier=0.6, ssm_in_multiplier=1.25, ssm_out_multiplier=0.8)
+FACTORS_H1 |= dict(mlp_multipliers=[0.9, 0.4], ssm_multipliers=[0.35, 0.5, 0.6, 0.7, 0.8])
+NEMOTRON_H = SIZES | dict(model_type="nemotron_h", head_dim=16, layer_norm_epsilon=1e-5, mamba_num_heads=8, n_groups=2)
+NEMOTRON_H |= dict(mamba_head_dim=8, ssm_state_size=16, conv_kernel=4, time_step_min=0.0)
+del NEMOTRON_H["num_hidden_layers"]
+
 # Name -> config.json.
 CASES: dict[str, dict[str, Any]] = {
     "olmo2": RMS | dict(model_type="olmo2", rope_parameters=rope(theta=500.0)),
@@ -164,13 +175,22 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_next": RMS | DELTA | SHARED | dict(model_type="qwen3_next"),
     "qwen3_5": RMS | DELTA | dict(model_type="qwen3_5_text", tie_word_embeddings=True),
     "qwen3_5_moe": RMS | DELTA | SHARED | dict(model_type="qwen3_5_moe_text"),
+    "jamba": JAMBA | FEW | dict(expert_layer_period=2, expert_layer_offset=1),
+    "jamba_dense": JAMBA | dict(num_experts=1, tie_word_embeddings=True),
+    "falcon_h1": FALCON_H1,
+    "falcon_h1_factors": FALCON_H1 | FACTORS_H1 | dict(mamba_rms_norm=False),
+    "nemotron_h": NEMOTRON_H | dict(layers_block_type=["linear_attention", "mlp", WHOLE, "mlp"], mlp_bias=True),
+    "nemotron_h_moe": NEMOTRON_H
+    | dict(layers_block_type=["linear_attention", "moe", WHOLE, "moe"], n_routed_experts=8, num_experts_per_tok=3)
+    | dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, moe_intermediate_size=32)
+    | dict(moe_shared_expert_intermediate_size=64),
     "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
 }
 
 
 def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Random values of all tensors, chosen so that adding 1 does not round them."""
-    family = gguf_names.of_model_type(config["model_type"])
+    family = gguf_names.of_config(config)
     for name, shape in {tensor.name: tensor.shape for tensor in family.tensors(config)}.items():
         value = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
         is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)

@@ -460,7 +460,7 @@ METADATA: list[tuple[str, str, tuple, tuple]] = [
 @pytest.mark.parametrize("name, key, same, other", METADATA, ids=lambda value: value if isinstance(value, str) else "")
 def test_metadata_change_nothing_or_are_refused_by_name(name, key, same, other, tmp_path):
     path, changed = write(tmp_path / "good.gguf", name), tmp_path / "changed.gguf"
-    arch = gguf_names.of_model_type(cases.CASES[name]["model_type"]).arch
+    arch = gguf_names.of_config(cases.CASES[name]).arch
     for value in same:
         assert (
             open_gguf(copy(path, changed, values={"general.architecture": arch, f"{arch}.{key}": value})).config

@@ -193,7 +193,7 @@ MODELS = {
 
 def types(config: dict, dtype: str) -> dict[str, str]:
     """The type of each tensor in a file."""
-    family = gguf_names.of_model_type(config["model_type"])
+    family = gguf_names.of_config(config)
     wanted, of = family.tensors(config), gguf_types.Types.of(dtype, config, family)
     return {tensor.stored: of.type(tensor.stored, tensor.stored_shape).name for tensor in wanted}
 
@@ -249,7 +249,7 @@ def test_a_file_of_k_quants_is_read_as_llama_cpp_reads_it(tmp_path, capfd):
     stored = {tensor.name: tensor for tensor in reader.tensors}
     assert {tensor.tensor_type.name for tensor in stored.values()} == {"F32", "Q4_K", "Q6_K"}
     assert stored["token_embd.weight"].tensor_type.name == "Q6_K"  # it is the head, too
-    family, weights = gguf_names.of_model_type("llama"), dict(cases.tensors(config))
+    family, weights = gguf_names.of_config({"model_type": "llama"}), dict(cases.tensors(config))
     for tensor in family.tensors(config):
         here, got = stored[tensor.stored], found.read(tensor.name)
         if here.tensor_type.name == "F32":

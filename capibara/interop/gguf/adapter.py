@@ -35,10 +35,10 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
     Raises:
       UserError: llama.cpp does not support the base, or an adapter of such a tensor, or the file cannot be written.
     """
-    family = gguf_names.of_model_type(config.get("model_type"))
+    family = gguf_names.of_config(config)
     gguf_config.to_metadata(config)  # raises if the base is not supported
     tensors, heads = family.tensors(config), family.heads(config)
-    known = {tensor.name: tensor for tensor in tensors if tensor.take.indices is None}
+    known = {tensor.name: tensor for tensor in tensors if tensor.is_exact}
     stored: dict[str, list[tuple[Tensor, Pair]]] = {}
     for pair in pairs:
         tensor = known.get(pair.name)

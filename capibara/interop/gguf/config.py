@@ -56,7 +56,7 @@ def to_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: llama.cpp cannot compute this model, or a value is missing.
     """
-    family = gguf_names.of_model_type(config.get("model_type"))
+    family = gguf_names.of_config(config)
     if isinstance(family, Declared):
         return metadata.write(config, family)
     _check_fixed(config, family)

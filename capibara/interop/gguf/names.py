@@ -416,22 +416,29 @@ FAMILIES = {
 }
 
 
-DECLARED = {
-    family.model_type: family
+DECLARED: tuple[Declared, ...] = tuple(
+    family
     for module in pkgutil.iter_modules(catalog.__path__, f"{catalog.__name__}.")
     for family in importlib.import_module(module.name).FAMILIES
-}
+)
 
 
-def of_model_type(model_type: Any) -> Family | Declared:
-    """The family of a config.json's model_type."""
-    family = FAMILIES.get(model_type) or DECLARED.get(model_type)
-    if family is None:
-        known = ", ".join((*FAMILIES, *DECLARED))
-        raise UserError(
-            f"model_type {model_type!r} has no GGUF form here, must be one of {known}; docs/extending.md says how to add one"
-        )
-    return family
+def of_config(config: Mapping[str, Any]) -> Family | Declared:
+    """The family of a config.json.
+
+    Raises:
+      UserError: none is known.
+    """
+    model_type = config.get("model_type")
+    for family in DECLARED:
+        if family.model_type == model_type and (family.applies is None or family.applies(config)):
+            return family
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    known = ", ".join(dict.fromkeys((*FAMILIES, *(family.model_type for family in DECLARED))))
+    raise UserError(
+        f"model_type {model_type!r} has no GGUF form here, must be one of {known}; docs/extending.md says how to add one"
+    )
 
 
 def of_arch(arch: Any, values: Mapping[str, Any]) -> Family | Declared:
@@ -443,7 +450,7 @@ def of_arch(arch: Any, values: Mapping[str, Any]) -> Family | Declared:
     if arch == "llama":
         windowed = "mistral" if values.get("attention.sliding_window") else "llama"
         return FAMILIES["mixtral" if values.get("expert_count") else windowed]
-    declared = [family for family in DECLARED.values() if family.arch == arch]
+    declared = [family for family in DECLARED if family.arch == arch]
     result = [family for family in declared if family.when and values.get(family.when)]
     result += [family for family in declared if not family.when]
     if result:
@@ -451,5 +458,5 @@ def of_arch(arch: Any, values: Mapping[str, Any]) -> Family | Declared:
     for family in FAMILIES.values():
         if family.arch == arch:
             return family
-    known = ", ".join(sorted({family.arch for family in (*FAMILIES.values(), *DECLARED.values())}))
+    known = ", ".join(sorted({family.arch for family in (*FAMILIES.values(), *DECLARED)}))
     raise UserError(f"general.architecture {arch!r} is not known here, must be one of {known}")

@@ -64,7 +64,7 @@ class GgufModel:
         values = self._values(f"{arch}.")
         try:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
-            self._family = gguf_names.of_model_type(self.config["model_type"])
+            self._family = gguf_names.of_config(self.config)
             self._heads = self._family.heads(self.config)
             self._check_head()
             self._tensors: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's

@@ -54,7 +54,7 @@ def write_gguf(
     if dtype not in gguf_types.DTYPES:
         known = ", ".join(gguf_types.DTYPES)
         raise UserError(f"dtype {dtype!r} is not supported for GGUF files, must be one of {known}")
-    family = gguf_names.of_model_type(config.get("model_type"))
+    family = gguf_names.of_config(config)
     named = family.tensors(config)
     if family.model_type == gpt_oss.MODEL_TYPE:
         tensors = gpt_oss.apart(tensors)
@@ -147,7 +147,7 @@ class _File:
 
     def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
         """A tensor in the file's format, in one contiguous array."""
-        if isinstance(value, Packed) and tensor.take.indices is not None:
+        if isinstance(value, Packed) and not tensor.is_exact:
             value = value.values()
         if isinstance(value, Packed):
             turned = tensor.change is Change.TRANSPOSED  # to outputs first, which it already is
@@ -159,7 +159,7 @@ class _File:
         value = np.asarray(value)
         if value.shape != tensor.shape:
             raise UserError(f"{tensor.name} has shape {value.shape}, must have {tensor.shape} by config.json")
-        value = tensor.take.of(value)
+        value = tensor.take.of(tensor.scaled(value))
         if tensor.rows is not None:  # tokens missing in the table get the row of token 0
             value = np.concatenate([value, np.repeat(value[:1], tensor.rows - len(value), axis=0)])
         value = gguf_tensors.to_gguf(value, tensor.change, self._heads)

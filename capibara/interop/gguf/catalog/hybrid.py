@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import numpy as np
 
 from capibara.interop.gguf.catalog.dense import ATTENTION, PAIRED, SCALES, SWIGLU
 from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes
-from capibara.interop.gguf.layout.tensors import Change, Take
-from capibara.models.api import DecoderConfig, GatedDelta, Mamba, Mamba2, ShortConv
+from capibara.interop.gguf.layout.tensors import Change, Factor, Take
+from capibara.interop.hf import config as hf_config
+from capibara.interop.hf.layout.family import expert_layers
+from capibara.models.api import DecoderConfig, GatedDelta, Mamba, Mamba2, Multipliers, ShortConv
 
 _NONE: frozenset[str] = frozenset()
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
@@ -140,7 +143,123 @@ _QWEN_35 = dataclasses.replace(
     write=_sections,
 )
 
+
+def _jamba_layers(fields: Fields, values: Metadata, shapes: Shapes) -> dict[str, Any]:
+    """Layers have experts if they have a router."""
+    mixer = dataclasses.replace(_twice_as_wide(fields, values, shapes)["mixer"], norms="scaled")
+    layers = {"mixer": dataclasses.replace(mixer, norms_eps=fields["norm_eps"])}
+    sparse = [f"blk.{layer}.ffn_gate_inp.weight" in shapes for layer in range(fields["num_layers"])]
+    if fields.get("moe") is None or not any(sparse):
+        return layers | {"moe": None}
+    return layers | {"moe": dataclasses.replace(fields["moe"], **expert_layers(sparse, "ffn_gate_inp.weight"))}
+
+
+def _side_by_side(fields: Fields, values: Metadata, shapes: Shapes) -> dict[str, Any]:
+    norm = "after" if "blk.0.ssm_norm.weight" in shapes else "none"
+    return {"layer_pattern": ("hybrid",), "mixer": dataclasses.replace(fields["mixer"], norm=norm)}
+
+
+def _without_factors(config: DecoderConfig) -> tuple[DecoderConfig, dict[str, Factor]]:
+    """Falcon-H1's factors are in the weights of a file, whose model has none."""
+    mixer, of = config.mixer, config.multipliers
+    assert isinstance(mixer, Mamba2), "the family's mixer"
+    keys = 1.0 if config.attention_scale is None else config.attention_scale * config.head_size**0.5
+    inner, grouped = mixer.heads * mixer.head_dim, mixer.groups * mixer.state_dim
+    into = np.repeat(mixer.projection_multipliers, [inner, inner, grouped, grouped, mixer.heads])
+    factors: dict[str, Factor] = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.logit_scale,
+        "q_proj.weight": of.attention_input,
+        "k_proj.weight": of.attention_input * keys,
+        "k_proj.bias": keys,
+        "v_proj.weight": of.attention_input,
+        "o_proj.weight": of.attention_output,
+        "mamba.in_proj": of.mixer_input * into,
+        "mamba.out_proj": of.mixer_output,
+        "gate_proj": of.mlp_gate,
+        "down_proj": of.mlp_output,
+    }
+    mixer = dataclasses.replace(mixer, projection_multipliers=(1.0,) * len(mixer.projection_multipliers))
+    config = dataclasses.replace(config, mixer=mixer, multipliers=Multipliers(), attention_scale=None)
+    return dataclasses.replace(config, embedding_multiplier=1.0, logit_scale=1.0), factors
+
+
+def _without_least_step(config: DecoderConfig) -> tuple[DecoderConfig, dict[str, Factor]]:
+    mixer = config.mixer
+    if not isinstance(mixer, Mamba2) or not mixer.least_step:
+        return config, {}
+    warnings.warn(
+        f"llama.cpp has no least step (time_step_min): steps below {mixer.least_step} get other values there",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, mixer=dataclasses.replace(mixer, least_step=0.0)), {}
+
+
+def _both_epsilons(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention.layer_norm_epsilon": config.norm_eps}
+
+
+_NEMOTRON = Family(
+    model_type="nemotron_h",
+    arch="nemotron_h",
+    mixer=Mamba2,
+    mixer_keys=_MAMBA2,
+    fixed={"activation": "relu2"},
+    biases=frozenset({"qkv", "out", "mlp"}),
+    longest=_LONGEST,
+    changes=PAIRED | _MAMBA2_CHANGES,
+    renamed=_TIME_BIAS,
+    fold=_without_least_step,
+    write=_both_epsilons,
+)
+
 FAMILIES = (
+    Family(
+        model_type="jamba",
+        arch="jamba",
+        mixer=Mamba,
+        mixer_keys=_MAMBA,
+        moe={"gates": "scores"},
+        biases=_NONE,
+        square=True,
+        longest=_LONGEST,
+        changes=_MAMBA_CHANGES,
+        places={
+            "feed_forward.experts.{e}.gate_proj": ("ffn_gate_exps.weight",),
+            "feed_forward.experts.{e}.up_proj": ("ffn_up_exps.weight",),
+            "feed_forward.experts.{e}.down_proj": ("ffn_down_exps.weight",),
+        },
+        read=_jamba_layers,
+    ),
+    Family(
+        model_type="falcon_h1",
+        arch="falcon-h1",
+        mixer=Mamba2,
+        mixer_keys=_MAMBA2,
+        fixed={"head": "separate"},
+        biases=frozenset({"qkv", "mlp"}),
+        changes=_MAMBA2_CHANGES,
+        renamed=_TIME_BIAS,
+        fold=_without_factors,
+        read=_side_by_side,
+    ),
+    dataclasses.replace(
+        _NEMOTRON,
+        arch="nemotron_h_moe",
+        applies=lambda config: hf_config.from_hf(config).moe is not None,
+        moe_keys=_WIDTH
+        | {"shared_width": _SHARED_WIDTH, "scale": "expert_weights_scale", "gates": "expert_weights_norm"}
+        | {"groups": "expert_group_count", "top_groups": "expert_group_used_count"},
+        moe={"score": "sigmoid", "correction": "expert"},
+        biases=frozenset({"qkv", "out"}),
+        places={
+            "mixer.experts.{e}.up_proj": ("ffn_up_exps.weight",),
+            "mixer.experts.{e}.down_proj": ("ffn_down_exps.weight",),
+        },
+        ignored=("expert_shared_count",),
+        nextn=True,
+    ),
+    _NEMOTRON,
     _QWEN_NEXT,
     _QWEN_35,
     dataclasses.replace(_QWEN_35, model_type="qwen3_5_text", arch="qwen35", moe_keys={}, moe={}),

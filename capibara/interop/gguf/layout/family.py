@@ -15,7 +15,7 @@ import numpy as np
 
 from capibara.core import tree
 from capibara.core.types import UserError
-from capibara.interop.gguf.layout.tensors import Change, Shape, Take, Tensor, package
+from capibara.interop.gguf.layout.tensors import Change, Factor, Shape, Take, Tensor, package
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import families as hf_families
 from capibara.interop.hf import tables
@@ -52,6 +52,7 @@ class Family:
       model_type: its name in config.json.
       arch: its name in GGUF.
       when: the metadata that files of this family have, of several families with one architecture; "": the others have some.
+      applies: whether it is that of a config.json, where others have the model_type too; None: it is.
       keys: fields of our configuration that are metadata of this family, beside sizes and norms -> key.
       moe_keys: the same for fields of our Moe.
       mixer: of recurrent layers; None: there are none.
@@ -72,6 +73,8 @@ class Family:
       places: parts of "name of a tensor, names of our parameters in it" -> names of the tensors that GGUF stores its parts
         in, within a layer; where the gguf package has none.
       takes: what files have of tensors, for a configuration: parts of tensors' names -> what each of the file's has.
+      fold: factors that GGUF files have in the weights: the configuration without them, and parts of tensors' names -> what
+        their rows are multiplied by; None: there are none.
       constants: metadata that all its files have.
       ignored: further metadata that change nothing.
       read: further fields, from the other ones, the metadata and the shapes of the file's tensors.
@@ -81,6 +84,7 @@ class Family:
     model_type: str
     arch: str
     when: str = ""
+    applies: Callable[[Fields], bool] | None = None
     keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     moe_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mixer: type[Mixer] | None = None
@@ -100,6 +104,7 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     takes: Callable[[DecoderConfig], Mapping[str, tuple[Take, ...]]] | None = None
+    fold: Callable[[DecoderConfig], tuple[DecoderConfig, Mapping[str, Factor]]] | None = None
     constants: Metadata = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     read: Callable[[Fields, Metadata, Shapes], dict[str, Any]] | None = None
@@ -149,8 +154,16 @@ class Family:
         rows = tables.of(self.model_type, shapes, model.module_layers)
         groups = getattr(model.mixer, "groups", 1)
         takes = {} if self.takes is None else self.takes(model)
+        _, factors = (model, {}) if self.fold is None else self.fold(model)
         tensors = (tensor for row in rows for tensor in self._of_row(row, shapes, names, takes))
-        return [dataclasses.replace(tensor, groups=groups) for tensor in tensors]
+        return [
+            dataclasses.replace(
+                tensor,
+                groups=groups,
+                factor=next((factor for part, factor in factors.items() if part in tensor.name), 1.0),
+            )
+            for tensor in tensors
+        ]
 
     def _of_row(self, row: Row, shapes: Shapes, names: Any, takes: Mapping[str, tuple[Take, ...]]) -> Iterator[Tensor]:
         shape, stacked = row.shape(shapes), row.numbered.strip("l")

@@ -41,7 +41,7 @@ _BIASES = {
     "attn_output.bias": "out",
     "ffn_up.bias": "mlp",
 }
-_KV_HEADS = _SIZES["num_kv_heads"]
+_KV_HEADS, _WIDTH = _SIZES["num_kv_heads"], _SIZES["mlp_dim"]
 _HEADS_OF_MIXERS = (("heads", "head_dim"), ("value_heads", "value_dim"))
 _INTERVAL = "full_attention_interval"
 _CLOSE = 1e-6  # metadata are float32
@@ -60,6 +60,7 @@ def write(config: Fields, family: Family) -> dict[str, Any]:
       UserError: llama.cpp cannot compute this model, or a value is missing.
     """
     model = family.model(config)
+    model = model if family.fold is None else family.fold(model)[0]
     longest = _longest(config, model, family)
     values: dict[str, Any] = {"vocab_size": model.vocab_size, _LENGTH: longest}
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
@@ -135,6 +136,8 @@ def _write_mixer(model: DecoderConfig, mixer: Mixer, family: Family) -> dict[str
         values[family.recurrent_key] = [kind == "recurrent" for kind in model.kinds]
     elif any(kind.attends for kind in model.kinds) and "recurrent" in model.kinds:
         values[_KV_HEADS] = [model.kv_heads if kind.attends else 0 for kind in model.kinds]
+    if "feed_forward" in model.kinds:
+        values[_WIDTH] = [model.mlp_dim if kind == "feed_forward" else 0 for kind in model.kinds]
     return values
 
 
@@ -187,7 +190,8 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     like = {"model_type": family.model_type}
     config = hf_config.to_hf(model, like)
     assert config["model_type"] == family.model_type, "what a family reads, it writes"
-    return config | ({_longest_key(family): longest} if family.hf.rope or family.rope_switch else {})
+    known = "max_length" in family.hf.keys or longest in (None, family.longest)
+    return config if known else config | {_longest_key(family): longest}
 
 
 def _longest_key(family: Family) -> str:
@@ -199,8 +203,8 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     fields: dict[str, Any] = {"vocab_size": shapes["token_embd.weight"][0]}
     if family.mixer is not None:
         fields |= _read_mixer(values, shapes, family)
-        if isinstance(listed := values.get(_KV_HEADS), list):
-            values = {**values, _KV_HEADS: max(listed)}
+        listed = {key: max(of) for key in (_KV_HEADS, _WIDTH) if isinstance(of := values.get(key), list) and of}
+        values = {**values, **listed}
     for name, key in _keys(family).items():
         value = values.get(key)
         if isinstance(value, list):
@@ -242,15 +246,19 @@ def _read_mixer(values: Metadata, shapes: Shapes, family: Family) -> dict[str, A
 
 def _recurrent(values: Metadata, family: Family) -> dict[str, Any]:
     """Which layers are recurrent."""
+    count = values["block_count"]
     if not family.recurrent_key:
-        listed = values.get(_KV_HEADS)
-        recurrent = [not heads for heads in listed] if isinstance(listed, list) else []
+        heads, widths = values.get(_KV_HEADS), values.get(_WIDTH)
+        listed = (
+            list(zip(heads, widths if isinstance(widths, list) else [0] * count)) if isinstance(heads, list) else []
+        )
+        kinds = ["feed_forward" if width else "global" if of_keys else "recurrent" for of_keys, width in listed]
     elif family.recurrent_key in values:
-        recurrent = list(values[family.recurrent_key])[: values["block_count"]]
+        kinds = ["recurrent" if is_one else "global" for is_one in values[family.recurrent_key][:count]]
     else:
         every = values.get(_INTERVAL, 4)
-        recurrent = [(layer + 1) % every != 0 for layer in range(values["block_count"])]
-    return {"layer_pattern": tuple("recurrent" if is_one else "global" for is_one in recurrent)} if recurrent else {}
+        kinds = ["recurrent" if (layer + 1) % every else "global" for layer in range(count)]
+    return {"layer_pattern": tuple(kinds)} if kinds else {}
 
 
 def _read_norm(values: Metadata, family: Family) -> dict[str, Any]:

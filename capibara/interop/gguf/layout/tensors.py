@@ -11,6 +11,7 @@ import numpy as np
 from capibara.core import extras
 
 Shape = tuple[int, ...]
+Factor = float | np.ndarray
 # llama.cpp supports these in float32 only.
 EXACT = (
     "ffn_gate_inp.weight",
@@ -99,6 +100,7 @@ class Tensor:
       stack: size of that stack.
       rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
       take: which of its rows the file's tensor has.
+      factor: of the checkpoint's rows, which a file has in them.
       groups: number of rows of a vector that is stored by groups.
     """
 
@@ -110,12 +112,24 @@ class Tensor:
     stack: int = 0
     rows: int | None = None
     take: Take = Take()
+    factor: Factor = 1.0
     groups: int = 1
 
     @property
     def part_shape(self) -> Shape:
         """The shape of what the file's tensor has of the checkpoint's."""
         return self.take.shape(self.shape)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the file's tensor has the checkpoint's values, all of them."""
+        return self.take.indices is None and isinstance(self.factor, float) and self.factor == 1
+
+    def scaled(self, value: np.ndarray) -> np.ndarray:
+        """The checkpoint's tensor, multiplied."""
+        if isinstance(self.factor, float):
+            return value if self.factor == 1 else value.astype(np.float32) * np.float32(self.factor)
+        return value.astype(np.float32) * self.factor.astype(np.float32).reshape(-1, *[1] * (value.ndim - 1))
 
     @property
     def stored_shape(self) -> Shape:
