@@ -184,6 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(layers_block_type=["linear_attention", "moe", WHOLE, "moe"], n_routed_experts=8, num_experts_per_tok=3)
     | dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, moe_intermediate_size=32)
     | dict(moe_shared_expert_intermediate_size=64),
+    "apertus": RMS | dict(model_type="apertus", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3),
     "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
 }
 

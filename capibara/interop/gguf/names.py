@@ -458,5 +458,5 @@ def of_arch(arch: Any, values: Mapping[str, Any]) -> Family | Declared:
     for family in FAMILIES.values():
         if family.arch == arch:
             return family
-    known = ", ".join(sorted({family.arch for family in (*FAMILIES.values(), *DECLARED)}))
+    known = ", ".join(sorted({family.arch for family in FAMILIES.values()} | {family.arch for family in DECLARED}))
     raise UserError(f"general.architecture {arch!r} is not known here, must be one of {known}")

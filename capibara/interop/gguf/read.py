@@ -66,6 +66,7 @@ class GgufModel:
             self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
             self._family = gguf_names.of_config(self.config)
             self._heads = self._family.heads(self.config)
+            self._lists: dict[str, list[float]] = {}  # of numbers that are tensors of the checkpoint
             self._check_head()
             self._tensors: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's
             for tensor in self._family.tensors(self.config):
@@ -111,7 +112,7 @@ class GgufModel:
 
     def dtype(self, name: str) -> str:
         """Dtype of its matrices: vectors, routers and positions are float32 in every GGUF file."""
-        stored = self._stored[self._tensors[self._rows[name][0]][0].stored]
+        stored = self._stored.get(self._tensors[self._rows[name][0]][0].stored, self._matrices)  # or a number of a list
         exact = len(stored.shape) == 1 or stored.name.endswith(gguf_tensors.EXACT)
         kind = (self._matrices if exact else stored).tensor_type.name
         return {"F16": "float16", "BF16": "bfloat16", "MXFP4": "bfloat16"}.get(kind, "float32")
@@ -132,6 +133,8 @@ class GgufModel:
         return whole
 
     def _part(self, tensor: Tensor) -> np.ndarray:
+        if tensor.listed:
+            return np.full(tensor.shape, self._lists[tensor.stored][tensor.index or 0], np.float32)
         stored = self._stored[tensor.stored]
         data = stored.data if tensor.index is None else stored.data[tensor.index]
         value = self._plain(data, stored)
@@ -161,6 +164,9 @@ class GgufModel:
         """Raises if the file has other tensors than the model."""
         shapes, tensors = self._stored_shapes(), [part for parts in self._tensors.values() for part in parts]
         for tensor in tensors:
+            if tensor.listed:
+                self._check_listed(tensor)
+                continue
             if tensor.stored not in shapes:
                 raise UserError(f"the tensor {tensor.stored} is missing: the file is corrupted, or another model")
             if shapes[tensor.stored] != (want := tensor.stored_shape):
@@ -175,6 +181,17 @@ class GgufModel:
         if unknown:
             raise UserError(
                 f"the tensor {unknown[0]} is not known in {self._family.model_type} models ({len(unknown)} such in all)"
+            )
+
+    def _check_listed(self, tensor: Tensor) -> None:
+        """Raises unless the metadata have a list with a number for each layer."""
+        value = self._file.values.get(tensor.stored)
+        if isinstance(value, list) and len(value) == tensor.stack and all(type(number) is float for number in value):
+            self._lists[tensor.stored] = value
+        else:
+            raise UserError(
+                f"{tensor.stored} is {limits.shortened(value)}, must be a list with a number for each of {tensor.stack} "
+                "layers: take another file"
             )
 
     def _scales(self) -> dict[str, Shape]:

@@ -91,7 +91,9 @@ class _File:
         self._writer = gguf.GGUFWriter(path, family.arch)
         self._types: dict[str, Any] = {}
         self._offsets: dict[str, int] = {}
-        shapes = {tensor.stored: tensor.stored_shape for tensor in tensors}
+        shapes = {tensor.stored: tensor.stored_shape for tensor in tensors if not tensor.listed}
+        lists = {tensor.stored: [0.0] * tensor.stack for tensor in tensors if tensor.listed}
+        values = {**values, **lists}  # numbers that come with the tensors
         self._unread = family.unread(config)
         shapes |= {name: shape for name, (shape, _) in self._unread.items()}
         factors = gguf_rope.factors(config, family)
@@ -116,7 +118,8 @@ class _File:
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             file: BinaryIO = writer.fout[0]
-            start = self._gguf.GGUFWriter.ggml_pad(file.tell(), writer.data_alignment)
+            header = file.tell()
+            start = self._gguf.GGUFWriter.ggml_pad(header, writer.data_alignment)
             file.truncate(start + self._size)
             if self._factors is not None:
                 file.seek(start + self._offsets[gguf_rope.FACTORS])
@@ -133,6 +136,9 @@ class _File:
                     raise UserError(f"the tensor {name} {why}: it cannot be written to a GGUF file")
                 done = len(self._wanted) - len(missing)
                 for tensor in parts:
+                    if tensor.listed:
+                        self._write_listed(file, header, tensor, np.asarray(value))
+                        continue
                     show("writing", f"tensor {done} of {len(self._wanted)}, {tensor.stored}")
                     data = self._data(tensor, value)
                     file.seek(start + self._offsets[tensor.stored] + (tensor.index or 0) * data.nbytes)
@@ -144,6 +150,16 @@ class _File:
         finally:
             if writer.fout is not None:
                 writer.close()
+
+    def _write_listed(self, file: BinaryIO, header: int, tensor: Tensor, value: np.ndarray) -> None:
+        """Writes a number into the list of the metadata that has it."""
+        key = tensor.stored.encode()
+        file.flush()
+        with open(file.name, "rb") as written:
+            place = written.read(header).index(len(key).to_bytes(8, "little") + key)
+        begin = place + 8 + len(key) + 4 + 4 + 8  # behind the types of an array and of its numbers, and their count
+        file.seek(begin + 4 * (tensor.index or 0))
+        file.write(value.astype("<f4").reshape(1).tobytes())
 
     def _data(self, tensor: Tensor, value: np.ndarray | Packed) -> np.ndarray:
         """A tensor in the file's format, in one contiguous array."""

@@ -92,6 +92,14 @@ FAMILIES = (
         arch="hunyuan-dense",
         fixed=SWIGLU,
     ),
+    Family(
+        model_type="apertus",
+        arch="apertus",
+        fixed={"activation": "xielu", "head": "separate"},
+        biases=ATTENTION,
+        factors=True,
+        listed={f"mlp.act_fn.{name}": f"xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
+    ),
     Family(model_type="exaone", arch="exaone", fixed=SWIGLU, factors=True),
     Family(model_type="jais2", arch="jais2", fixed={"activation": "relu2", "bias": "all"}, biases=ALL),
     Family(

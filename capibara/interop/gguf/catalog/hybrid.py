@@ -96,8 +96,13 @@ def _tiled_values(config: DecoderConfig) -> dict[str, tuple[Take, ...]]:
     values = np.arange(mixer.value_heads * mixer.value_dim).reshape(mixer.value_heads, -1)[heads].ravel()
     before = 2 * mixer.key_heads * mixer.key_dim
     joined = Take("", np.concatenate([np.arange(before), before + values]))
-    by_head = dict.fromkeys(("in_proj_b.", "in_proj_a.", "A_log", "dt_bias"), (Take("", heads),))
-    by_value = {"in_proj_z.": (Take("", values),), "linear_attn.out_proj": (Take("", values, 1),)}
+    by_head: dict[str, tuple[Take, ...]] = dict.fromkeys(
+        ("in_proj_b.", "in_proj_a.", "A_log", "dt_bias"), (Take("", heads),)
+    )
+    by_value: dict[str, tuple[Take, ...]] = {
+        "in_proj_z.": (Take("", values),),
+        "linear_attn.out_proj": (Take("", values, 1),),
+    }
     return by_head | by_value | dict.fromkeys(("in_proj_qkv.", "linear_attn.conv1d"), (joined,))
 
 

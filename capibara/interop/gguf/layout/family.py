@@ -72,6 +72,7 @@ class Family:
       renamed: parts of tensors' names -> those that the gguf package knows.
       places: parts of "name of a tensor, names of our parameters in it" -> names of the tensors that GGUF stores its parts
         in, within a layer; where the gguf package has none.
+      listed: parts of names of tensors, each one number -> the metadata that list those of all layers.
       takes: what files have of tensors, for a configuration: parts of tensors' names -> what each of the file's has.
       fold: factors that GGUF files have in the weights: the configuration without them, and parts of tensors' names -> what
         their rows are multiplied by; None: there are none.
@@ -103,6 +104,7 @@ class Family:
     changes: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     takes: Callable[[DecoderConfig], Mapping[str, tuple[Take, ...]]] | None = None
     fold: Callable[[DecoderConfig], tuple[DecoderConfig, Mapping[str, Factor]]] | None = None
     constants: Metadata = dataclasses.field(default_factory=dict)
@@ -171,7 +173,11 @@ class Family:
         single = dataclasses.replace(row, name=row.name.replace(f".{{{stacked}}}", "")) if stacked else row
         change = next((change for part, change in self.changes.items() if part in row.name), Change.NONE)
         parts = next((parts for part, parts in takes.items() if part in row.name), self._placed(row, shape))
+        key = next((key for part, key in self.listed.items() if part in row.name), None)
         for name, at in row.names(shapes):
+            if key is not None:
+                yield Tensor(name, shape, key, index=at[0], stack=shapes[row.ours[0]][0], listed=True)
+                continue
             of_map = single.named(tuple(i for i, letter in zip(at, row.numbered) if letter != stacked))
             index = at[row.numbered.index(stacked)] if stacked else None
             for take in parts:

@@ -235,11 +235,10 @@ def _read_mixer(values: Metadata, shapes: Shapes, family: Family) -> dict[str, A
     if missing:
         raise UserError(f"the file has no {family.arch}.{missing[0]}: it is corrupted, or no {family.arch} model")
     fields = {name: values[key] for name, key in family.mixer_keys.items()}
-    known = {field.name for field in dataclasses.fields(family.mixer)}
     for heads, size in _HEADS_OF_MIXERS:
         if heads in fields and "inner_dim" in fields:
             fields[size] = fields.pop("inner_dim") // fields[heads]
-    if "bias" in known:
+    if hasattr(family.mixer, "bias"):
         fields["bias"] = "conv" if any(name.endswith("ssm_conv1d.bias") for name in shapes) else "none"
     return {"mixer": family.mixer(**fields)} | _recurrent(values, family)
 
@@ -334,7 +333,7 @@ def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Famil
     """Raises where the file would say another model than config.json, as llama.cpp reads it."""
     if family.mixer is not None and not isinstance(model.mixer, family.mixer):
         raise UserError(f"layer_types of the {family.model_type} model has no recurrent layers: it has no GGUF form")
-    shapes = {tensor.stored: tensor.stored_shape for tensor in family.tensors(config)}
+    shapes = {tensor.stored: tensor.stored_shape for tensor in family.tensors(config) if not tensor.listed}
     factors = gguf_rope.factors({**config, **_rotary(model, family)}, family)
     ours, theirs = (_plain(of) for of in (model, _model(values, shapes, factors, family)))
     for name in ours.keys() | theirs.keys():

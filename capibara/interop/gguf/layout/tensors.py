@@ -94,7 +94,8 @@ class Tensor:
 
     Attributes:
       name, shape: in the checkpoint.
-      stored: its name in the GGUF file.
+      stored: its name in the GGUF file, or of a list in the metadata that has it.
+      listed: whether it is a number in such a list, at `index`.
       change: how the file's tensor differs.
       index: its place in the stack (of experts, heads or AltUp's streams) that GGUF stores; None: it is not stacked.
       stack: size of that stack.
@@ -114,6 +115,7 @@ class Tensor:
     take: Take = Take()
     factor: Factor = 1.0
     groups: int = 1
+    listed: bool = False
 
     @property
     def part_shape(self) -> Shape:
