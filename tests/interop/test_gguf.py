@@ -260,6 +260,48 @@ def test_tokenizers_come_back(name, tmp_path):
     assert again == found
 
 
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def pre_tokenized(*steps: dict, ignore_merges: bool = False) -> dict[str, bytes]:
+    """The files of a byte-level tokenizer with these steps before its merges."""
+    files = dict(cases.byte_level())
+    spec = json.loads(files["tokenizer.json"])
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": list(steps)}
+    spec["model"]["ignore_merges"] = ignore_merges
+    return files | {"tokenizer.json": json.dumps(spec).encode()}
+
+
+# As files have them, in other words than llama.cpp: Falcon's, and what was converted from tiktoken.
+OTHER_WORDS = {
+    "falcon, other words": pre_tokenized(
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        _BYTES | {"use_regex": True},
+        {"type": "Digits", "individual_digits": False},
+        {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated", "invert": False},
+    ),
+    "dbrx, other words": pre_tokenized(
+        {
+            "type": "Split",
+            "pattern": {"Regex": gguf_vocabulary.PRES["dbrx"].splits[0].replace(r"\r", "\r").replace(r"\n", "\n")},
+            "behavior": "Removed",
+            "invert": True,
+        },
+        _BYTES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_WORDS)
+def test_splits_are_recognised_in_other_words(name, tmp_path):
+    files = OTHER_WORDS[name]
+    path = write(tmp_path / "model.gguf", tokenizer=files)
+    assert gguf.GGUFReader(path).fields["tokenizer.ggml.pre"].contents() == name.partition(",")[0]
+    found = open_gguf(path).tokenizer
+    for text in TEXTS:
+        assert encode(found, text) == encode(files, text), text
+
+
 def test_what_encloses_a_text_is_kept(tmp_path):
     files = dict(cases.byte_level("llama-bpe"))
     made = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
@@ -648,9 +690,9 @@ def test_llama_cpp_tokenizes_as_a_sentencepiece_model_does(llama_cpp, tmp_path):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("name", [*TOKENIZERS, *OTHER_WORDS])
 def test_llama_cpp_tokenizes_as_the_tokenizer_does(name, llama_cpp, tmp_path):
-    files = TOKENIZERS[name]()
+    files = OTHER_WORDS[name] if name in OTHER_WORDS else TOKENIZERS[name]()
     with llama_cpp(write(tmp_path / "model.gguf", tokenizer=files)) as peer:
         for text in (*TEXTS, *(cases.TEXT[i : i + 97] for i in range(0, 6000, 97))):
             assert peer.ask("tokenize", text=text)["ids"] == encode(files, text), text

@@ -36,7 +36,8 @@ _ODD = "\uff21  \ufb01"  # a text that common normalisations change
 PADDING = "[PAD{}]"  # the name of a token that only pads the embedding
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD_START = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -53,31 +54,72 @@ class Pre:
         words.
       ignore_merges: whether a piece that is a token becomes that token, regardless of the merges.
       adds_bos: whether text begins with the beginning token if the file does not say.
+      also: other splits that do the same, as tokenizer.json files have them.
     """
 
     splits: tuple[str, ...]
     ignore_merges: bool = False
     adds_bos: bool = False
+    also: tuple[tuple[str, ...], ...] = ()
 
+
+_LLAMA3 = rf"{_SUFFIXES}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_CONTIGUOUS = ('Punctuation {"behavior": "Contiguous"}', "gpt2", 'Digits {"individual_digits": false}')
 
 PRES = {
     "gpt-2": Pre(("gpt2",)),
     "smollm": Pre(("digits", "gpt2")),
-    "llama-bpe": Pre((rf"{_SUFFIXES}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), ignore_merges=True, adds_bos=True),
+    "llama-bpe": Pre((_LLAMA3,), ignore_merges=True, adds_bos=True),
+    "glm4": Pre((_LLAMA3,), ignore_merges=True),
+    "dbrx": Pre((_LLAMA3,)),
     "qwen2": Pre((rf"{_SUFFIXES}|{_WORDS}|\p{{N}}|{_REST}",)),
     # o200k, of gpt-oss.
     "gpt-4o": Pre(
         (rf"{_WORD_START}{_UPPER}*{_LOWER}+{_SUFFIXES}?|{_WORD_START}{_UPPER}+{_LOWER}*{_SUFFIXES}?|{_REST_4O}",)
     ),
+    "tekken": Pre(
+        (
+            rf"{_WORD_START}{_UPPER}*{_LOWER}+|{_WORD_START}{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+        ),
+        ignore_merges=True,
+        adds_bos=True,
+    ),
+    "qwen35": Pre(
+        (rf"{_SUFFIXES}|{_WORD_START}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",)
+    ),
+    "seed-coder": Pre((rf"{_SUFFIXES}|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
+    "bailingmoe": Pre(
+        (
+            r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)"
+            r"|\s+",
+        )
+    ),
+    "deepseek-v3": Pre(_DEEPSEEK),
+    "falcon": Pre((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"), also=((*_CONTIGUOUS, "[0-9][0-9][0-9]"),)),
+    "bloom": Pre((r" ?[^(\s|.,!?…。，、।۔،)]+",), also=((r" ?[^(\s|[.,!?…。，、।۔،])]+",),)),
     "default": Pre((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
 # Names with the same splits in llama.cpp.
 _SAME = {
-    **dict.fromkeys(("phi-2", "mpt", "olmo", "jais"), "gpt-2"),
-    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone"), "smollm"),
-    **dict.fromkeys(("llama3", "llama-v3"), "llama-bpe"),
-    "llama4": "gpt-4o",
-    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez"), "qwen2"),
+    **dict.fromkeys(
+        ("phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "a.x-4.0", "mellum", "trillion", "granite-docling"),
+        "gpt-2",
+    ),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), "smollm"),
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
+    **dict.fromkeys(("smaug-bpe", "chatglm-bpe"), "dbrx"),
+    **dict.fromkeys(("llama4", "kanana2", "minimax-m2"), "gpt-4o"),
+    **dict.fromkeys(("stablelm2", "deepseek-r1-qwen", "megrez", "kormo", "hunyuan", "solar-open", "grok-2"), "qwen2"),
+    **dict.fromkeys(("hunyuan-dense", "joyai-llm"), "deepseek-v3"),
+    **dict.fromkeys(("bailingmoe2", "llada-moe"), "bailingmoe"),
+    **dict.fromkeys(("poro-chat", "gpt3-finnish"), "bloom"),
+    "glm5": "glm4",
 }
 
 
@@ -364,7 +406,8 @@ def _byte_level_pieces(spec: Mapping[str, Any]) -> dict[str, Any]:
     splits = tuple(_split_of(part) for part in _parts(spec, "pre_tokenizer"))
     splits = tuple(split for split in splits if split)
     ignores = bool(spec["model"].get("ignore_merges"))
-    name = next((name for name, pre in PRES.items() if (pre.splits, pre.ignore_merges) == (splits, ignores)), None)
+    same = (name for name, pre in PRES.items() if splits in (pre.splits, *pre.also) and pre.ignore_merges is ignores)
+    name = next(same, None)
     if name is None or odd:
         fault = f"a normalizer {odd[0]}" if odd else f"a pre_tokenizer that splits by {list(splits)}"
         raise UserError(f"tokenizer.json has {fault}, which is none of those known for GGUF: {', '.join(PRES)}")
@@ -379,8 +422,18 @@ def _split_of(part: Mapping[str, Any]) -> str | None:
         case {"type": "Digits", "individual_digits": True}:
             return "digits"
         case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"} if not part.get("invert"):
-            return pattern
+            return _plain(pattern)
+        # What no match has is removed, which is nothing: the last alternatives match all that is left.
+        case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True} if (
+            pattern.endswith(_SPACES.rpartition("|")[2])
+        ):
+            return _plain(pattern)
     return f"{part['type']} {json.dumps({key: value for key, value in part.items() if key != 'type'})}"
+
+
+def _plain(pattern: str) -> str:
+    """A regular expression with line ends as escapes, which files also have as characters."""
+    return pattern.replace("\r", r"\r").replace("\n", r"\n")
 
 
 def _sentencepiece_pieces(spec: Mapping[str, Any], tokens: Mapping[int, str], size: int) -> dict[str, Any]:
