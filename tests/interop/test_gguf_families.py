@@ -18,13 +18,17 @@ import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parents[1] / "benchmarks")]
+import gguf  # noqa: E402
 import gguf_cases  # noqa: E402
+import test_gguf  # noqa: E402
 from gguf_families import CASES, tensors  # noqa: E402
 
+from capibara.core.types import UserError  # noqa: E402
 from capibara.interop import open_model  # noqa: E402
 from capibara.interop.gguf.read import open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.interop.hf import config as hf_config  # noqa: E402
+from capibara.interop.hf import folder as hf_folder  # noqa: E402
 from capibara.models import api  # noqa: E402
 
 RECORDED = HERE / "gguf_families.json"
@@ -46,7 +50,10 @@ def write(path: pathlib.Path, name: str, dtype: str = "f32", **changes: Any) -> 
 
 def logits(path: pathlib.Path, ids: list[int]) -> np.ndarray:
     """Our model's logits [T, V] in float32, with the weights of a file."""
-    foreign = open_gguf(path)
+    return logits_of(open_gguf(path), ids)
+
+
+def logits_of(foreign: open_model.ForeignModel, ids: list[int]) -> np.ndarray:
     model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     params = open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
@@ -81,6 +88,85 @@ def test_a_declared_family_comes_back_as_it_was(name, tmp_path):
         # A file holds the exponentials of these, and several logarithms have the same one.
         rounding = np.spacing(np.float32(1)) if key.endswith("A_log") else 0
         np.testing.assert_allclose(read.read(key), value, rtol=0, atol=rounding, err_msg=key)
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
+    """As llama.cpp's converter writes GLM 4.5: one layer more, and its number."""
+    path = write(tmp_path / "model.gguf", "glm4_moe")
+    more = {f"blk.3.{name}.weight": np.ones((4, 32), np.float32) for name in ("nextn.eh_proj", "attn_q")}
+    values = {"general.architecture": "glm4moe", "glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    changed = test_gguf.copy(path, tmp_path / "more.gguf", values=values, more=more)
+    with pytest.warns(UserWarning, match="2 tensors of layers that predict several tokens are left out"):
+        read = open_gguf(changed)
+    assert read.config == open_gguf(path).config and read.shapes() == open_gguf(path).shapes()
+    with pytest.raises(UserError, match=r"glm4moe.nextn_predict_layers is 4, must be 0 to 3"):
+        open_gguf(test_gguf.copy(changed, path, values=values | {"glm4moe.nextn_predict_layers": 4}))
+
+
+def test_factors_in_the_weights_are_those_of_the_model(tmp_path):
+    """Falcon-H1's: a file's model has none, and computes the same."""
+    config = CASES["falcon_h1_factors"]
+    values = dict(tensors(config))
+    shapes = {name: value.shape for name, value in values.items()}
+    hf_folder.save_hf(str(tmp_path / "hf"), config, shapes, values.items(), {}, dtype="float32")
+    want = logits_of(open_model.open_model(str(tmp_path / "hf")), prompt(""))
+    got = logits_of(open_gguf(write(tmp_path / "model.gguf", "falcon_h1_factors")), prompt(""))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+# Case, changes of its config.json, and what is said of them.
+REFUSED = [
+    ("olmo2", {"tie_word_embeddings": True}, "tie_word_embeddings of the olmo2 model is 'tied'"),
+    ("olmo2", {"head_dim": 16}, "head_dim of the olmo2 model is 16, llama.cpp computes it with 8"),
+    ("granite", {"hidden_act": "gelu"}, "hidden_act of the granite model is 'geglu_exact'"),
+    ("cohere", {"use_qk_norm": True}, "qk_norm of the cohere model is 'heads'"),
+    ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
+    ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "exaone4 model is"),
+    ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "layer_types of the smollm3 model is"),
+    ("smollm3", {"mlp_bias": True}, "attention_bias or mlp_bias of the smollm3 model is 'mlp'"),
+    ("glm4", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' of a glm4"),
+    ("seed_oss", {"attention_out_bias": True}, "of the seed_oss model is 'attention'"),
+    ("phi", {"qk_layernorm": True}, "q_layernorm.weight of the phi model has no place in phi2 files"),
+    ("falcon", {"alibi": True, "rope_parameters": None}, "positions of the falcon model is 'alibi_rounded'"),
+    ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob of the olmoe model is 'normalized'"),
+    ("olmoe", {"clip_qkv": 0.5}, "clip_qkv of the olmoe model is 0.5, llama.cpp computes it with None"),
+    ("dots1", {"num_key_value_heads": 2}, "num_key_value_heads of the dots1 model is 2, llama.cpp computes it with 4"),
+    ("mamba", {"expand": 4}, "inner_dim of the mamba model is 128, llama.cpp computes it with 64"),
+    ("mamba2", {"time_step_limit": [0.1, 2.0]}, "least_step of the mamba2 model is 0.1"),
+    ("falcon_mamba", {"mixer_rms_eps": 1e-3}, "mixer_rms_eps of the falcon_mamba model is 0.001"),
+    ("qwen3_next", {"linear_value_head_dim": 8}, "linear_value_head_dim of the qwen3_next model is 8"),
+    ("granitemoehybrid", {"layer_types": ["full_attention"] * 3}, "has no recurrent layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes, match", REFUSED)
+def test_what_llama_cpp_computes_otherwise_is_refused(name, changes, match, tmp_path):
+    with test_gguf.one_line(match):
+        write(tmp_path / "model.gguf", name, **changes)
+    assert not [*tmp_path.iterdir()]
+
+
+# Case, changed metadata, and what is said of them.
+FOREIGN = [
+    ("granite", {"residual_scale": "x"}, "must be float, not str"),
+    ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "olmo.attention.layer_norm_epsilon is 1e-06, must be 1e-05"),
+    ("seed_oss", {"logit_scale": 0.5}, "seed_oss.logit_scale is 0.5, seed_oss models here have none"),
+    ("seed_oss", {"rope.dimension_count": 8}, "seed_oss.rope.dimension_count is 8, seed_oss models rotate whole heads"),
+    ("cohere2", {"attention.sliding_window_pattern": [True]}, "must be a list with one entry for each of 4 layers"),
+    ("glm4_moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func is 1, must be 2"),
+    ("glm4_moe", {"expert_weights_norm": 3}, "glm4moe.expert_weights_norm is 3, must be true or false"),
+    ("apertus", {"xielu.beta": [0.5]}, r"xielu.beta is \[0.5\], must be a list with a number for each of 2 layers"),
+    ("mamba2", {"ssm.group_count": None}, "the file has no mamba2.ssm.group_count"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes, match", FOREIGN)
+def test_metadata_that_a_family_does_not_have_are_refused(name, changes, match, tmp_path):
+    path = write(tmp_path / "model.gguf", name)
+    arch = gguf.GGUFReader(path).fields["general.architecture"].contents()
+    values = {key if key.startswith("xielu") else f"{arch}.{key}": value for key, value in changes.items()}
+    with test_gguf.one_line(match):
+        open_gguf(test_gguf.copy(path, tmp_path / "other.gguf", values={"general.architecture": arch} | values))
 
 
 def check(path: pathlib.Path, name: str, ids: list[int], best: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import values as gguf_values
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
+from capibara.interop.gguf.layout import metadata as gguf_metadata
 from capibara.interop.gguf.layout import rope as gguf_rope
 from capibara.interop.gguf.layout import tensors as gguf_tensors
+from capibara.interop.gguf.layout.family import Family as Declared
 from capibara.interop.gguf.layout.tensors import Shape, Tensor
 from capibara.interop.hf import model_card
 
@@ -74,7 +77,8 @@ class GgufModel:
             self._rows: dict[str, tuple[str, ...]] = {name: (name,) for name in self._tensors}
             if self._family.model_type == gpt_oss.MODEL_TYPE:
                 self._rows = gpt_oss.names(self._tensors)
-            self._check()
+            declared = self._family if isinstance(self._family, Declared) else None
+            self._check(() if declared is None else gguf_metadata.left_out(values, declared))
             self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
@@ -160,8 +164,8 @@ class GgufModel:
         stored = self._stored.get(gguf_rope.FACTORS)
         return None if stored is None else self._plain(stored.data, stored)
 
-    def _check(self) -> None:
-        """Raises if the file has other tensors than the model."""
+    def _check(self, left_out: tuple[str, ...]) -> None:
+        """Raises if the file has other tensors than the model, but for those whose names begin so."""
         shapes, tensors = self._stored_shapes(), [part for parts in self._tensors.values() for part in parts]
         for tensor in tensors:
             if tensor.listed:
@@ -178,6 +182,12 @@ class GgufModel:
             known.add(name)
         known |= {_HEAD} if self._family.arch in _TIED else set()
         unknown = [name for name in shapes if name not in known and not name.endswith(_IGNORED)]
+        if further := [name for name in unknown if name.startswith(left_out)] if left_out else []:
+            count = len(further)
+            warnings.warn(
+                f"{self.path}: {count} tensors of layers that predict several tokens are left out", stacklevel=3
+            )
+            unknown = [name for name in unknown if name not in further]
         if unknown:
             raise UserError(
                 f"the tensor {unknown[0]} is not known in {self._family.model_type} models ({len(unknown)} such in all)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes, Window
+from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes, Window, windowed
 from capibara.interop.gguf.layout.tensors import Change
 
 # Architectures whose rotated pairs are adjacent, of models that rotate the halves of a head.
@@ -61,7 +61,7 @@ FAMILIES = (
         changes=PAIRED,
     ),
     _COHERE,
-    dataclasses.replace(_COHERE, model_type="cohere2", arch="cohere2", window=Window.LISTED, read=None),
+    dataclasses.replace(_COHERE, model_type="cohere2", arch="cohere2", window=Window.LISTED, read=windowed),
     Family(
         model_type="exaone4",
         arch="exaone4",

@@ -7,7 +7,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.gguf.catalog.dense import ATTENTION, PAIRED, SCALES, SWIGLU
-from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes, Window
+from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes, Window, windowed
 from capibara.interop.gguf.layout.tensors import Change
 from capibara.models.api import DecoderConfig
 
@@ -150,6 +150,7 @@ FAMILIES = (
         nextn=True,
         constants=_SIGMOID,
         ignored=(_SHARED_WIDTH,),
+        read=windowed,
         write=_shared_width,
     ),
     Family(

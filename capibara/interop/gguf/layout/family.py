@@ -32,6 +32,15 @@ Shapes = Mapping[str, Shape]
 _RENAMED = {"e_score_correction_bias": "e_score_correction.bias"}
 
 
+def windowed(fields: Fields, values: Metadata, shapes: Shapes) -> dict[str, Any]:
+    """A `read` of families that llama.cpp computes with windows alone."""
+    if not fields.get("window"):
+        raise UserError(
+            "sliding_window is missing, llama.cpp computes no model of the family without: it has no GGUF form"
+        )
+    return {}
+
+
 class Window(enum.StrEnum):
     """What llama.cpp makes of layers with a window.
 

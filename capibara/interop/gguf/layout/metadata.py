@@ -61,6 +61,8 @@ def write(config: Fields, family: Family) -> dict[str, Any]:
     """
     model = family.model(config)
     model = model if family.fold is None else family.fold(model)[0]
+    if family.square and model.head_size * model.num_heads != model.embed_dim:
+        raise _refused("head_dim", model.head_size, model.embed_dim // model.num_heads, family)
     longest = _longest(config, model, family)
     values: dict[str, Any] = {"vocab_size": model.vocab_size, _LENGTH: longest}
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
@@ -172,8 +174,10 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
       UserError: a value is missing, is not known in the family, or varies from layer to layer.
     """
     _check_counts(values, shapes, family)
+    if factors is not None and not family.factors:
+        raise UserError(f"{gguf_rope.FACTORS} is there, and llama.cpp reads none of {family.arch}: take another file")
     if family.nextn:
-        values = {**values, "block_count": values.get("block_count", 0) - (values.get(NEXTN) or 0)}
+        values = {**values, "block_count": values.get("block_count", 0) - len(left_out(values, family))}
     supported = {*_keys(family).values(), *(_MOE | dict(family.moe_keys)).values(), *_EPS.values(), *family.constants}
     supported |= {*family.mixer_keys.values(), family.rope_switch, family.recurrent_key}
     supported |= {_INTERVAL} if family.recurrent_key else set()
@@ -189,9 +193,22 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     model = _model(values, shapes, factors, family)
     like = {"model_type": family.model_type}
     config = hf_config.to_hf(model, like)
-    assert config["model_type"] == family.model_type, "what a family reads, it writes"
+    if config["model_type"] != family.model_type:
+        raise UserError(
+            f"its metadata say a model that is no {family.model_type}: it is corrupted, or take another file"
+        )
     known = "max_length" in family.hf.keys or longest in (None, family.longest)
     return config if known else config | {_longest_key(family): longest}
+
+
+def left_out(values: Metadata, family: Family) -> tuple[str, ...]:
+    """Beginnings of the names of tensors of layers that predict several tokens, which are left out: one a layer."""
+    count, last = values.get(NEXTN) or 0, values.get("block_count", 0)
+    if not family.nextn or not count:
+        return ()
+    if type(count) is not int or not 0 < count < last:
+        raise UserError(f"{family.arch}.{NEXTN} is {count}, must be 0 to {last - 1} by {family.arch}.block_count")
+    return tuple(f"blk.{layer}." for layer in range(last - count, last))
 
 
 def _longest_key(family: Family) -> str:
@@ -217,7 +234,7 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     fields |= _read_norm(values, family)
     fields |= {"bias": _bias(shapes, family), "head": "separate" if "output.weight" in shapes else "tied"}
     fields |= _layers(values, fields, family)
-    if values.get(family.rope_switch, True) if family.rope_switch else family.hf.rope:
+    if _flag(values, family.rope_switch, True, family) if family.rope_switch else family.hf.rope:
         fields["rope"] = _rope(values, fields, factors, family)
     elif family.rope_switch:
         fields["positions"] = "none"
@@ -226,6 +243,13 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     fields |= dict(family.hf.fixed) | dict(family.fixed)
     fields |= {} if family.read is None else family.read(fields, values, shapes)
     return (family.hf.config or DecoderConfig)(**fields)
+
+
+def _flag(values: Metadata, key: str, default: bool, family: Family) -> bool:
+    value = values.get(key, default)
+    if type(value) is not bool:
+        raise UserError(f"{family.arch}.{key} is {limits.shortened(value)}, must be true or false: take another file")
+    return value
 
 
 def _read_mixer(values: Metadata, shapes: Shapes, family: Family) -> dict[str, Any]:
@@ -310,7 +334,8 @@ def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: 
 def _read_moe(values: Metadata, family: Family) -> Moe:
     keys = _MOE | dict(family.moe_keys)
     fields = {name: values[key] for name, key in keys.items() if key in values}
-    fields |= {"gates": "normalized" if fields.get("gates") else "scores"} if "gates" in keys else {}
+    if "gates" in keys:
+        fields["gates"] = "normalized" if _flag(values, keys["gates"], False, family) else "scores"
     width = fields.pop("shared_width", None)
     fields |= {"shared_experts": 1, "shared_dim": width} if width else {}
     if not fields.get("scale"):  # 0 is none
@@ -343,11 +368,13 @@ def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Famil
         if isinstance(mine, Mapping) and isinstance(other, Mapping) and name != "rope":
             name = next(part for part in mine if not _equal(mine[part], other.get(part)))
             mine, other = mine[name], other.get(name)
-        shown = "" if name == "rope" else f" is {limits.shortened(mine)}, llama.cpp computes it with {other}"
-        raise UserError(
-            f"{_hf_name(name, family)} of the {family.model_type} model{shown or ' is none that llama.cpp computes'}: it has "
-            "no GGUF form"
-        )
+        raise _refused(name, mine, other, family)
+
+
+def _refused(name: str, mine: Any, other: Any, family: Family) -> UserError:
+    shown = f" is {limits.shortened(mine)}, llama.cpp computes it with {other}"
+    shown = " are none that llama.cpp computes" if name == "rope" else shown  # long lists of frequencies
+    return UserError(f"{_hf_name(name, family)} of the {family.model_type} model{shown}: it has no GGUF form")
 
 
 def _plain(model: DecoderConfig) -> dict[str, Any]:
