@@ -25,6 +25,8 @@ from gguf_families import CASES, tensors  # noqa: E402
 
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop import open_model  # noqa: E402
+from capibara.interop.gguf import names as gguf_names  # noqa: E402
+from capibara.interop.gguf import types as gguf_types  # noqa: E402
 from capibara.interop.gguf.read import open_gguf  # noqa: E402
 from capibara.interop.gguf.write import write_gguf  # noqa: E402
 from capibara.interop.hf import config as hf_config  # noqa: E402
@@ -121,7 +123,7 @@ REFUSED = [
     ("granite", {"hidden_act": "gelu"}, "hidden_act of the granite model is 'geglu_exact'"),
     ("cohere", {"use_qk_norm": True}, "qk_norm of the cohere model is 'heads'"),
     ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
-    ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "exaone4 model is"),
+    ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "of the exaone4 model"),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "layer_types of the smollm3 model is"),
     ("smollm3", {"mlp_bias": True}, "attention_bias or mlp_bias of the smollm3 model is 'mlp'"),
     ("glm4", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic' of a glm4"),
@@ -144,6 +146,12 @@ def test_what_llama_cpp_computes_otherwise_is_refused(name, changes, match, tmp_
     with test_gguf.one_line(match):
         write(tmp_path / "model.gguf", name, **changes)
     assert not [*tmp_path.iterdir()]
+
+
+def test_older_files_list_no_windows(tmp_path):
+    path = write(tmp_path / "model.gguf", "cohere2")
+    values = {"general.architecture": "cohere2", "cohere2.attention.sliding_window_pattern": None}
+    assert open_gguf(test_gguf.copy(path, tmp_path / "old.gguf", values=values)).config == open_gguf(path).config
 
 
 # Case, changed metadata, and what is said of them.
@@ -194,6 +202,56 @@ def test_llama_cpp_generates_what_we_do(name, tmp_path):
     pytest.importorskip("xllamacpp")
     path = write(tmp_path / "model.gguf", name)
     check(path, name, **continued(path, name))
+
+
+def kinds(name: str, dtype: str, **changes: Any) -> dict[str, str]:
+    """The type of each matrix in a file, but for the usual one."""
+    config = CASES[name] | changes
+    family = gguf_names.of_config(config)
+    wanted = family.tensors(config)
+    types = gguf_types.Types.of(dtype, config, family, wanted)
+    result = {tensor.stored: types.type(tensor.stored, tensor.stored_shape).name for tensor in wanted}
+    return {tensor: kind for tensor, kind in result.items() if kind not in ("F32", f"{dtype[:2].upper()}_K")}
+
+
+def test_mixtures_count_the_layers_that_have_values():
+    """llama-quantize gives more bits to some of the layers with attention, and to some of all."""
+    types = ["conv", "full_attention"] * 4
+    found = kinds("lfm2", "q4_k_m", hidden_size=256, intermediate_size=512, num_hidden_layers=8, layer_types=types)
+    assert {name for name in found if "attn_v" in name} == {"blk.5.attn_v.weight", "blk.7.attn_v.weight"}
+    assert {name for name in found if "ffn_down" in name} == {f"blk.{i}.ffn_down.weight" for i in (0, 3, 6, 7)}
+    found = kinds("falcon", "q4_k_m", hidden_size=256, ffn_hidden_size=512, num_hidden_layers=16)
+    assert found["blk.0.ffn_down.weight"] == "Q6_K" and found["blk.1.ffn_down.weight"] == "Q5_K"
+    assert found["token_embd.weight"] == "Q8_0"
+
+
+# Sizes with rows of blocks.
+WIDE = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+QUANTIZED = {
+    "granite": WIDE,
+    "falcon": dict(hidden_size=256, ffn_hidden_size=512),
+    "glm4": WIDE,
+    "granitemoehybrid": dict(hidden_size=256, intermediate_size=256, shared_intermediate_size=512, mamba_d_head=64),
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_llama_cpp_reads_k_quants_of_a_family(name, tmp_path):
+    """It rounds what it multiplies with quantized weights to 8 bits, so that its numbers are near ours."""
+    pytest.importorskip("xllamacpp")
+    path = write(tmp_path / "model.gguf", name, "q4_k_m", **QUANTIZED[name])
+    answer = continued(path, name)
+    ours = np.asarray(jax.nn.log_softmax(logits(path, prompt(name))[-1]))
+    assert answer["best"] and answer["ids"]
+    theirs = np.array([log_probability for _, log_probability in sorted(answer["best"])])
+    assert np.corrcoef(ours, theirs)[0, 1] > 0.95
+
+
+def test_the_pages_name_all_families():
+    page = (HERE.parents[1] / "docs" / "models.md").read_text()
+    line = page.partition("\nGGUF is read and written for")[2].partition("\n\n")[0]
+    assert line and not [family.model_type for family in gguf_names.DECLARED if f"{family.model_type}" not in line]
 
 
 def record(names: list[str]) -> None:

@@ -194,7 +194,8 @@ MODELS = {
 def types(config: dict, dtype: str) -> dict[str, str]:
     """The type of each tensor in a file."""
     family = gguf_names.of_config(config)
-    wanted, of = family.tensors(config), gguf_types.Types.of(dtype, config, family)
+    wanted = family.tensors(config)
+    of = gguf_types.Types.of(dtype, config, family, wanted)
     return {tensor.stored: of.type(tensor.stored, tensor.stored_shape).name for tensor in wanted}
 
 

@@ -20,6 +20,7 @@ from capibara.interop.gguf import catalog
 from capibara.interop.gguf.layout import gemma3n
 from capibara.interop.gguf.layout.family import Family as Declared
 from capibara.interop.gguf.layout.tensors import Change, Shape, Tensor, package
+from capibara.interop.hf import families as hf_families
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +157,7 @@ def _applies(when: str, config: Mapping[str, Any]) -> bool:
 
 def tied(config: Mapping[str, Any]) -> bool:
     """Whether the head is tied to the embedding; if config.json does not say, the default of its model_type."""
-    usual = config["model_type"].startswith(("gemma", "gpt2"))
-    return bool(config.get("tie_word_embeddings", usual))
+    return bool(config.get("tie_word_embeddings", hf_families.FAMILIES[config["model_type"]].tied))
 
 
 def _rows(*lines: tuple[str, ...]) -> tuple[Row, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from capibara.interop.gguf import k_quants
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf.layout import tensors as gguf_tensors
 from capibara.interop.gguf.layout.family import Family as Declared
+from capibara.interop.gguf.layout.tensors import Tensor
 from capibara.interop.gguf.names import Family
 
 _ByLayer = Callable[[int, int], str]  # (layer, number of layers) -> a type; "": the default one
@@ -65,7 +66,8 @@ class Mixture:
       plain: the type of most matrices.
       values: of attention's values, or of queries, keys and values together.
       down: of the down projection of the MLP or an expert.
-      out: of attention's output projection, also with eight experts.
+      out, out_of_eight: of attention's output projection, and with eight experts.
+      head: of the output projection.
     """
 
     plain: str
@@ -73,6 +75,7 @@ class Mixture:
     down: _ByLayer = _constant("")
     out: str = ""
     out_of_eight: str = ""
+    head: str = "Q6_K"
 
 
 MIXTURES = {
@@ -87,10 +90,26 @@ MIXTURES = {
     "q5_k_m": Mixture("Q5_K", _MORE, _MORE),
     "q6_k": Mixture("Q6_K"),
 }
+# Of Falcon, whose layers llama-quantize treats otherwise.
+_FALCON = {
+    "q3_k_m": dataclasses.replace(
+        MIXTURES["q3_k_m"],
+        down=lambda layer, layers: "Q5_K" if layer < layers // 16 else "Q4_K" if _more(layer, layers) else "",
+        out="",
+    ),
+    "q3_k_l": dataclasses.replace(MIXTURES["q3_k_l"], down=_constant("Q4_K"), out="Q4_K"),
+    "q4_k_s": dataclasses.replace(MIXTURES["q4_k_s"], down=_constant("")),
+    "q4_k_m": dataclasses.replace(
+        MIXTURES["q4_k_m"],
+        down=lambda layer, layers: "Q6_K" if layer < layers // 16 else "Q5_K" if _more(layer, layers) else "",
+    ),
+}
 MXFP4 = "mxfp4"  # experts in MXFP4, the rest in bf16
 DTYPES = (*_PLAIN, *MIXTURES, MXFP4)
 
 
+_VALUES = ("attn_v", "attn_qkv")
+_LAYER = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|attn_k|attn_output|ffn_down)(?:_exps|_shexp)?\.weight$")
 _SMALL = ("altup_", "laurel_", "per_layer_model_proj")  # of Gemma 3n, which llama.cpp does not put in blocks
 
 
@@ -101,6 +120,8 @@ class Types:
     Attributes:
       dtype: one of DTYPES.
       layers: number of layers.
+      mixture: of the dtype; None: it is none of a mixture.
+      values, downs: the numbers of the layers with values, and with a down projection, in order.
       experts: experts per layer; 0: none.
       tied: whether the head is tied to the embedding.
       large: whether llama.cpp treats it as a 70B model, whose values get more bits.
@@ -108,17 +129,26 @@ class Types:
 
     dtype: str
     layers: int
+    mixture: Mixture | None
+    values: tuple[int, ...]
+    downs: tuple[int, ...]
     experts: int
     tied: bool
     large: bool
 
     @classmethod
-    def of(cls, dtype: str, config: Mapping[str, Any], family: Family | Declared) -> Types:
-        """The types for a config.json."""
+    def of(cls, dtype: str, config: Mapping[str, Any], family: Family | Declared, tensors: Iterable[Tensor]) -> Types:
+        """The types for a config.json and its tensors."""
         layers, experts = family.layers(config), family.experts(config)
         heads, kv_heads = family.heads(config)
         large = layers == 80 and (family.arch == "qwen2" or family.arch == "llama" and heads != kv_heads)
-        return cls(dtype, layers, experts, gguf_names.tied(config), large and experts != 8)
+        falcon = dataclasses.replace(known, head="Q8_0") if (known := _FALCON.get(dtype, MIXTURES.get(dtype))) else None
+        mixture = falcon if family.arch == "falcon" else MIXTURES.get(dtype)
+        parts = {(int(layer[1]), layer[2]) for tensor in tensors if (layer := _LAYER.match(tensor.stored))}
+        of_values = tuple(sorted(layer for layer, part in parts if part in _VALUES))
+        downs = tuple(range(layers)) if experts > 1 else tuple(sorted(i for i, part in parts if part == "ffn_down"))
+        tied = gguf_names.tied(config)
+        return cls(dtype, layers, mixture, of_values, downs, experts, tied, large and experts != 8)
 
     def type(self, name: str, shape: tuple[int, ...]) -> Any:
         """The type of a tensor of the file, of the gguf package; `shape` is in numpy's order."""
@@ -137,22 +167,22 @@ class Types:
             return "MXFP4" if "_exps." in name else "BF16"
         if self.blocks and any(part in name for part in _SMALL):
             return "F16"
-        mixture = MIXTURES.get(self.dtype)
+        mixture = self.mixture
         if mixture is None:
             return "Q8_0" if self.dtype == "q4_0" and name in (HEAD, EMBEDDING) else _PLAIN[self.dtype]
         if name == HEAD or self.tied and name == EMBEDDING:
-            return "Q6_K"
-        layer = re.match(r"blk\.(\d+)\.(attn_v|attn_qkv|attn_k|attn_output|ffn_down)(_exps)?\.weight$", name)
+            return mixture.head
+        layer = _LAYER.match(name)
         if layer is None:
             return mixture.plain
         index, part, eight = int(layer[1]), layer[2], self.experts == 8
-        if eight and part in ("attn_v", "attn_k"):
+        if eight and part in (*_VALUES, "attn_k"):
             return "Q8_0"  # small, and all experts depend on them
-        if part in ("attn_v", "attn_qkv"):
-            kind = mixture.values(index, self.layers) or mixture.plain
+        if part in _VALUES:
+            kind = mixture.values(self.values.index(index), len(self.values)) or mixture.plain
             return "Q5_K" if self.large and kind in ("Q3_K", "Q4_K") else kind
         if part == "ffn_down":
-            return mixture.down(index, self.layers) or mixture.plain
+            return mixture.down(self.downs.index(index), self.layers) or mixture.plain
         if part == "attn_output":
             return (mixture.out_of_eight if eight else mixture.out) or mixture.plain
         return mixture.plain

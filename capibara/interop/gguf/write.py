@@ -64,7 +64,7 @@ def write_gguf(
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
-        _File(unfinished, family, config, named, values, gguf_types.Types.of(dtype, config, family)).write(
+        _File(unfinished, family, config, named, values, gguf_types.Types.of(dtype, config, family, named)).write(
             tensors, show
         )
         os.replace(unfinished, path)

@@ -73,6 +73,7 @@ class Family:
       biases: projections that may have biases: those of "qkv", "out" and "mlp".
       square: whether heads are as wide as the model together.
       window: what it makes of windows.
+      period: every how many layers one has no window, where a file does not list them.
       rope_switch: metadata that say whether positions are rotary; "": they always are, if they are in interop.hf.
       factors: whether it reads factors of rotary frequencies (llama3).
       nextn: whether files may have further layers that predict several tokens, which are left out.
@@ -106,6 +107,7 @@ class Family:
     biases: frozenset[str] = frozenset({"qkv"})
     square: bool = False
     window: Window = Window.NONE
+    period: int = 4
     rope_switch: str = ""
     factors: bool = False
     nextn: bool = False

@@ -306,7 +306,7 @@ def _layers(values: Metadata, fields: Fields, family: Family) -> dict[str, Any]:
         return {}
     if family.window is Window.IGNORED:
         return {"layer_pattern": ("local",), "window": window}
-    listed, count = values.get(_PATTERN), fields["num_layers"]
+    listed, count = values.get(_PATTERN, family.period), fields["num_layers"]
     if isinstance(listed, int):
         listed = [(layer + 1) % listed != 0 if listed else True for layer in range(count)]
     if not isinstance(listed, list) or len(listed) != count:
@@ -361,7 +361,7 @@ def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Famil
     shapes = {tensor.stored: tensor.stored_shape for tensor in family.tensors(config) if not tensor.listed}
     factors = gguf_rope.factors({**config, **_rotary(model, family)}, family)
     ours, theirs = (_plain(of) for of in (model, _model(values, shapes, factors, family)))
-    for name in ours.keys() | theirs.keys():
+    for name in dict.fromkeys((*ours, *theirs)):
         mine, other = ours.get(name), theirs.get(name)
         if _equal(mine, other):
             continue
