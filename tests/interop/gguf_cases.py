@@ -16,7 +16,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from capibara.data import train_vocabulary
-from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
 
@@ -122,19 +121,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Random values of all tensors, chosen so that adding 1 does not round them."""
-    if config["model_type"] != "gpt_oss":
-        yield from _rows(config)
-        return
-    rows = dict(_rows(config))
-    for name, parts in gpt_oss.names(rows).items():
-        yield name, gpt_oss.joined(name, [rows[part] for part in parts])
-
-
-def _rows(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    for tensor in gguf_names.of_config(config).tensors(config):
-        value = 0.25 * np.random.default_rng(zlib.crc32(tensor.name.encode())).normal(size=tensor.shape)
-        is_scale = tensor.name.endswith("weight") and ("norm" in tensor.name or ".ln_" in tensor.name)
-        yield tensor.name, (np.round((value + is_scale) * 2.0**18) / 2.0**18).astype(np.float32)
+    shapes = {tensor.name: tensor.shape for tensor in gguf_names.of_config(config).tensors(config)}
+    for name, shape in shapes.items():
+        value = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
+        is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+        yield name, (np.round((value + is_scale) * 2.0**18) / 2.0**18).astype(np.float32)
 
 
 @functools.cache

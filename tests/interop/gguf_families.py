@@ -73,6 +73,9 @@ NEMOTRON_H = SIZES | dict(model_type="nemotron_h", head_dim=16, layer_norm_epsil
 NEMOTRON_H |= dict(mamba_head_dim=8, ssm_state_size=16, conv_kernel=4, time_step_min=0.0)
 del NEMOTRON_H["num_hidden_layers"]
 
+GEMMA = RMS | dict(head_dim=16, hidden_activation="gelu_pytorch_tanh", tie_word_embeddings=True)
+GEMMA |= dict(query_pre_attn_scalar=16)
+
 # Name -> config.json.
 CASES: dict[str, dict[str, Any]] = {
     "olmo2": RMS | dict(model_type="olmo2", rope_parameters=rope(theta=500.0)),
@@ -185,6 +188,18 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(n_group=4, topk_group=2, routed_scaling_factor=1.5, moe_intermediate_size=32)
     | dict(moe_shared_expert_intermediate_size=64),
     "apertus": RMS | dict(model_type="apertus", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3),
+    "gemma2_listed": GEMMA
+    | FOUR
+    | dict(model_type="gemma2", layer_types=[WHOLE, WINDOW, WINDOW, WHOLE], rope_parameters=rope())
+    | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3_listed": GEMMA
+    | FOUR
+    | dict(model_type="gemma3_text", layer_types=[WHOLE, WINDOW, WINDOW, WHOLE], final_logit_softcapping=3.0)
+    | dict(rope_parameters={WINDOW: rope(theta=500.0), WHOLE: rope("linear", 1e6, factor=8.0)}),
+    "gemma3_whole": GEMMA
+    | dict(
+        model_type="gemma3_text", layer_types=[WHOLE] * 2, rope_parameters={WINDOW: rope(), WHOLE: rope(theta=500.0)}
+    ),
     "arcee": RMS | dict(model_type="arcee", head_dim=16, rope_parameters=YARN),
 }
 

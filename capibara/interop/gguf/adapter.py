@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.gguf import config as gguf_config
 from capibara.interop.gguf import names as gguf_names
+from capibara.interop.gguf.layout import metadata as gguf_metadata
 from capibara.interop.gguf.layout import tensors as gguf_tensors
 from capibara.interop.gguf.layout.tensors import Change, Tensor
 from capibara.interop.peft.folder import Pair
@@ -36,7 +36,7 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
       UserError: llama.cpp does not support the base, or an adapter of such a tensor, or the file cannot be written.
     """
     family = gguf_names.of_config(config)
-    gguf_config.to_metadata(config)  # raises if the base is not supported
+    gguf_metadata.write(config, family)  # raises if the base is not supported
     tensors, heads = family.tensors(config), family.heads(config)
     known = {tensor.name: tensor for tensor in tensors if tensor.is_exact}
     stored: dict[str, list[tuple[Tensor, Pair]]] = {}

@@ -11,16 +11,13 @@ import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.gguf import config as gguf_config
 from capibara.interop.gguf import file as gguf_file
-from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import values as gguf_values
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
 from capibara.interop.gguf.layout import metadata as gguf_metadata
 from capibara.interop.gguf.layout import rope as gguf_rope
 from capibara.interop.gguf.layout import tensors as gguf_tensors
-from capibara.interop.gguf.layout.family import Family as Declared
 from capibara.interop.gguf.layout.tensors import Shape, Tensor
 from capibara.interop.hf import model_card
 
@@ -66,19 +63,15 @@ class GgufModel:
         arch = _value(file, "general.architecture")
         values = self._values(f"{arch}.")
         try:
-            self.config = gguf_config.from_metadata(arch, values, self._stored_shapes(), self._factors())
-            self._family = gguf_names.of_config(self.config)
+            self._family = gguf_names.of_arch(arch, values)
+            self.config = gguf_metadata.read(values, self._stored_shapes(), self._factors(), self._family)
             self._heads = self._family.heads(self.config)
             self._lists: dict[str, list[float]] = {}  # of numbers that are tensors of the checkpoint
             self._check_head()
             self._tensors: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's
             for tensor in self._family.tensors(self.config):
                 self._tensors.setdefault(tensor.name, []).append(tensor)
-            self._rows: dict[str, tuple[str, ...]] = {name: (name,) for name in self._tensors}
-            if self._family.model_type == gpt_oss.MODEL_TYPE:
-                self._rows = gpt_oss.names(self._tensors)
-            declared = self._family if isinstance(self._family, Declared) else None
-            self._check(() if declared is None else gguf_metadata.left_out(values, declared))
+            self._check(gguf_metadata.left_out(values, self._family))
             self._matrices = max(self._stored.values(), key=lambda stored: stored.n_elements)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
@@ -109,24 +102,17 @@ class GgufModel:
 
     def shapes(self) -> dict[str, Shape]:
         """Checkpoint name -> shape."""
-        shapes = {name: parts[0].shape for name, parts in self._tensors.items()}
-        return {
-            name: gpt_oss.shape(name, shapes) if len(shapes) > len(self._rows) else shapes[name] for name in self._rows
-        }
+        return {name: parts[0].shape for name, parts in self._tensors.items()}
 
     def dtype(self, name: str) -> str:
         """Dtype of its matrices: vectors, routers and positions are float32 in every GGUF file."""
-        stored = self._stored.get(self._tensors[self._rows[name][0]][0].stored, self._matrices)  # or a number of a list
+        stored = self._stored.get(self._tensors[name][0].stored, self._matrices)  # or a number of a list
         exact = len(stored.shape) == 1 or stored.name.endswith(gguf_tensors.EXACT)
         kind = (self._matrices if exact else stored).tensor_type.name
         return {"F16": "float16", "BF16": "bfloat16", "MXFP4": "bfloat16"}.get(kind, "float32")
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in its stored dtype (float32, float16, bfloat16), or dequantized to float32 (MXFP4: bfloat16)."""
-        values = [self._row(row) for row in self._rows[name]]
-        return gpt_oss.joined(name, values) if self._family.model_type == gpt_oss.MODEL_TYPE else values[0]
-
-    def _row(self, name: str) -> np.ndarray:
         tensors = self._tensors[name]
         parts = [self._part(tensor) for tensor in tensors]
         if tensors[0].take.indices is None:

@@ -16,9 +16,8 @@ import numpy as np
 from capibara.interop.gguf import k_quants
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf.layout import tensors as gguf_tensors
-from capibara.interop.gguf.layout.family import Family as Declared
+from capibara.interop.gguf.layout.family import Family
 from capibara.interop.gguf.layout.tensors import Tensor
-from capibara.interop.gguf.names import Family
 
 _ByLayer = Callable[[int, int], str]  # (layer, number of layers) -> a type; "": the default one
 
@@ -137,7 +136,7 @@ class Types:
     large: bool
 
     @classmethod
-    def of(cls, dtype: str, config: Mapping[str, Any], family: Family | Declared, tensors: Iterable[Tensor]) -> Types:
+    def of(cls, dtype: str, config: Mapping[str, Any], family: Family, tensors: Iterable[Tensor]) -> Types:
         """The types for a config.json and its tensors."""
         layers, experts = family.layers(config), family.experts(config)
         heads, kv_heads = family.heads(config)

@@ -9,16 +9,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from capibara.core.types import UserError
-from capibara.interop.gguf import config as gguf_config
-from capibara.interop.gguf import gpt_oss
 from capibara.interop.gguf import names as gguf_names
 from capibara.interop.gguf import types as gguf_types
 from capibara.interop.gguf import vocabulary as gguf_vocabulary
+from capibara.interop.gguf.layout import metadata as gguf_metadata
 from capibara.interop.gguf.layout import rope as gguf_rope
 from capibara.interop.gguf.layout import tensors as gguf_tensors
-from capibara.interop.gguf.layout.family import Family as Declared
+from capibara.interop.gguf.layout.family import Family
 from capibara.interop.gguf.layout.tensors import Change, Tensor
-from capibara.interop.gguf.names import Family
 from capibara.interop.hf import model_card
 from capibara.interop.quantize.grid import Packed
 from capibara.storage import outputs, partial
@@ -56,11 +54,9 @@ def write_gguf(
         raise UserError(f"dtype {dtype!r} is not supported for GGUF files, must be one of {known}")
     family = gguf_names.of_config(config)
     named = family.tensors(config)
-    if family.model_type == gpt_oss.MODEL_TYPE:
-        tensors = gpt_oss.apart(tensors)
-    elif dtype == "mxfp4":
+    if dtype == "mxfp4" and family.model_type != "gpt_oss":
         raise UserError(f"dtype 'mxfp4' is for the experts of gpt_oss, not for {family.model_type}: try q4_0")
-    values = {f"{family.arch}.{key}": value for key, value in gguf_config.to_metadata(config).items()}
+    values = {f"{family.arch}.{key}": value for key, value in gguf_metadata.write(config, family).items()}
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
     with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
@@ -76,7 +72,7 @@ class _File:
     def __init__(
         self,
         path: str,
-        family: Family | Declared,
+        family: Family,
         config: Mapping[str, Any],
         tensors: list[Tensor],
         values: Mapping[str, Any],

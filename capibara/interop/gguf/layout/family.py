@@ -82,6 +82,8 @@ class Family:
       renamed: parts of tensors' names -> those that the gguf package knows.
       places: parts of "name of a tensor, names of our parameters in it" -> names of the tensors that GGUF stores its parts
         in, within a layer; where the gguf package has none.
+      padded: parts of names of tensors that have a row for every token in a file, and may have fewer.
+      unused: tensors that llama.cpp wants and does not use, for a configuration: shapes, and fill values.
       listed: parts of names of tensors, each one number -> the metadata that list those of all layers.
       takes: what files have of tensors, for a configuration: parts of tensors' names -> what each of the file's has.
       fold: factors that GGUF files have in the weights: the configuration without them, and parts of tensors' names -> what
@@ -115,6 +117,8 @@ class Family:
     changes: Mapping[str, Change] = dataclasses.field(default_factory=dict)
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    padded: tuple[str, ...] = ()
+    unused: Callable[[DecoderConfig], dict[str, tuple[Shape, float]]] | None = None
     listed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     takes: Callable[[DecoderConfig], Mapping[str, tuple[Take, ...]]] | None = None
     fold: Callable[[DecoderConfig], tuple[DecoderConfig, Mapping[str, Factor]]] | None = None
@@ -153,7 +157,7 @@ class Family:
 
     def unread(self, config: Fields) -> dict[str, tuple[Shape, float]]:
         """Tensors that only the file has, by name: shapes, and fill values."""
-        return {}
+        return {} if self.unused is None else self.unused(self.model(config))
 
     def tensors(self, config: Fields) -> list[Tensor]:
         """All tensors of a model with this configuration."""
@@ -173,6 +177,7 @@ class Family:
             dataclasses.replace(
                 tensor,
                 groups=groups,
+                rows=model.vocab_size if any(part in tensor.name for part in self.padded) else None,
                 factor=next((factor for part, factor in factors.items() if part in tensor.name), 1.0),
             )
             for tensor in tensors

@@ -222,6 +222,8 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
         fields |= _read_mixer(values, shapes, family)
         listed = {key: max(of) for key in (_KV_HEADS, _WIDTH) if isinstance(of := values.get(key), list) and of}
         values = {**values, **listed}
+    if isinstance(widths := values.get(_WIDTH), list) and len(set(widths)) == 1:
+        values = {**values, _WIDTH: widths[0]}
     for name, key in _keys(family).items():
         value = values.get(key)
         if isinstance(value, list):
@@ -240,7 +242,8 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
         fields["positions"] = "none"
     if (count := values.get(_MOE["num_experts"])) is not None:
         fields["moe"] = _read_moe(values, family) if count else None
-    fields |= dict(family.hf.fixed) | dict(family.fixed)
+    # Of biases interop.hf fixes those that no key has.
+    fields |= {name: value for name, value in family.hf.fixed.items() if name != "bias"} | dict(family.fixed)
     fields |= {} if family.read is None else family.read(fields, values, shapes)
     return (family.hf.config or DecoderConfig)(**fields)
 
@@ -320,7 +323,9 @@ def _layers(values: Metadata, fields: Fields, family: Family) -> dict[str, Any]:
 def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: Family) -> Rope:
     head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
     config = gguf_rope.from_metadata(values, family, head_dim, factors)
-    sizes = {"head_dim": head_dim, "max_position_embeddings": values.get(_LENGTH), "rope_local_base_freq": None}
+    sizes: dict[str, Any] = {"head_dim": fields.get("head_dim"), "hidden_size": fields["embed_dim"]}
+    sizes |= {"num_attention_heads": fields["num_heads"], "max_position_embeddings": values.get(_LENGTH)}
+    sizes["rope_local_base_freq"] = None  # rope_parameters have it
     dims = values.get("rope.dimension_count", head_dim)
     sizes |= {family.hf.share: dims / head_dim} if family.hf.partial else {}
     rope = Rope(**hf_rope.read(family.hf.defaults | config | sizes, family.hf))
@@ -368,7 +373,10 @@ def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Famil
         if isinstance(mine, Mapping) and isinstance(other, Mapping) and name != "rope":
             name = next(part for part in mine if not _equal(mine[part], other.get(part)))
             mine, other = mine[name], other.get(name)
-        raise _refused(name, mine, other, family)
+        key = _hf_name(name, family)
+        raise _refused(
+            name, config[key] if isinstance(config.get(key), str | int | float | list) else mine, other, family
+        )
 
 
 def _refused(name: str, mine: Any, other: Any, family: Family) -> UserError:
@@ -400,9 +408,9 @@ def _equal(mine: Any, other: Any) -> bool:
 
 def _hf_name(name: str, family: Family) -> str:
     """A field's name in config.json."""
+    hf = family.hf
     names = {"rope": "rope_parameters", "layer_pattern": "layer_types", "window": "sliding_window"}
-    names |= {"head": "tie_word_embeddings", "activation": family.hf.activation, "gates": "norm_topk_prob"}
-    names |= (
-        {"bias": " or ".join(family.hf.biases) or "bias"} | family.hf.keys | family.hf.moe_keys | family.hf.mixer_keys
-    )
-    return names.get(name) or name
+    names |= {"head": "tie_word_embeddings", "activation": hf.activation, "gates": "norm_topk_prob"}
+    names |= {"bias": " or ".join(hf.biases) or "bias", "mlp_dims": hf.keys.get("mlp_dim", "mlp_dims")}
+    names |= {"attention_scale": "query_pre_attn_scalar"} if "query_pre_attn_scalar" in hf.defaults else {}
+    return (names | hf.keys | hf.moe_keys | hf.mixer_keys).get(name) or name

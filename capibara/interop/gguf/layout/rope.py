@@ -10,7 +10,6 @@ import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.gguf.layout import gemma3n
 
 FACTORS = "rope_freqs.weight"  # divisors of the frequencies: the llama3 scaling has no metadata
 # llama.cpp's default for layers of Gemma 3 with a window, in files that do not set it.
@@ -24,7 +23,7 @@ KEYS = frozenset(
     + ("rope.scaling.factor", "rope.scaling.attn_factor")
     + tuple(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", *_BETAS))
 )
-_WITH_LOCAL = ("gemma3_text", gemma3n.MODEL_TYPE, "olmo3")  # their layers with a window have frequencies of their own
+_WITH_LOCAL = ("gemma3_text", "gemma3n_text", "olmo3")  # their layers with a window have frequencies of their own
 
 
 class Rotary(Protocol):

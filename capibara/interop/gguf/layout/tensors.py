@@ -42,7 +42,8 @@ class Change(enum.StrEnum):
     every group of heads has its queries, key and value together; in GGUF all queries come first, then all keys.
     decay: the logarithm A of a recurrent layer becomes -exp(A). The others change the shape alone. channels: the middle
     dimension of a convolution, which is 1, is left out. row: a first dimension of 1 is left out. column, decay_column:
-    there is a last dimension of 1. groups: rows of a group each.
+    there is a last dimension of 1. groups: rows of a group each. swapped: of each matrix in
+    a stack the two dimensions.
     """
 
     NONE = ""
@@ -56,6 +57,7 @@ class Change(enum.StrEnum):
     COLUMN = "column"
     DECAY_COLUMN = "decay_column"
     ROW = "row"
+    SWAPPED = "swapped"
     GROUPS = "groups"
 
 
@@ -146,6 +148,8 @@ class Tensor:
                 shape = (*shape, 1)
             case Change.ROW:
                 shape = shape[1:]
+            case Change.SWAPPED:
+                shape = (shape[0], shape[2], shape[1])
             case Change.GROUPS:
                 shape = (self.groups, shape[0] // self.groups)
         shape = shape if self.rows is None else (self.rows, *shape[1:])
@@ -161,6 +165,8 @@ def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.nda
             return value.astype(np.float32) + np.float32(1)
         case Change.TRANSPOSED:
             return value.T
+        case Change.SWAPPED:
+            return value.swapaxes(1, 2)
         case Change.INTERLEAVED:
             split = value.reshape(heads[1], heads[0] // heads[1] + 2, -1, *value.shape[1:])
             parts = split[:, :-2], split[:, -2], split[:, -1]
@@ -179,6 +185,8 @@ def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> 
             return value - value.dtype.type(1)
         case Change.TRANSPOSED:
             return value.T
+        case Change.SWAPPED:
+            return value.swapaxes(1, 2)
         case Change.INTERLEAVED:
             size = len(value) // (heads[0] + 2 * heads[1])
             rows = value.reshape(-1, size, *value.shape[1:])
