@@ -523,8 +523,7 @@ def test_a_factor_without_a_kind_is_linear_as_in_llama_cpp(tmp_path):
     assert open_gguf(copy(path, changed, values=values)).config == open_gguf(path).config
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-LONG |= {"original_max_position_embeddings": 16}
+LONG = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +532,7 @@ LONG |= {"original_max_position_embeddings": 16}
         ("llama", {"model_type": "gptj"}, "'gptj' has no GGUF form here"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act of the llama model is 'gelu'"),
         ("llama", {"rms_norm_eps": None}, "has no rms_norm_eps"),
-        ("llama", {"rope_parameters": LONG}, "'longrope' of a llama model"),
+        ("llama", {"rope_parameters": LONG | {"original_max_position_embeddings": 16}}, "'longrope' of a llama model"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},

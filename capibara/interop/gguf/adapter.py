@@ -6,7 +6,9 @@ Each pair belongs to a tensor of the base's file and has its name there. Where t
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ from capibara.interop.gguf.layout import tensors as gguf_tensors
 from capibara.interop.gguf.layout.tensors import Change, Tensor
 from capibara.interop.peft.folder import Pair
 from capibara.storage import outputs, partial
+
+_EXPERTS = re.compile(r"ffn_(gate|up|down)_exps\.weight")
 
 
 def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs: Iterable[Pair]) -> int:
@@ -38,7 +42,7 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
     family = gguf_names.of_config(config)
     gguf_metadata.write(config, family)  # raises if the base is not supported
     tensors, heads = family.tensors(config), family.heads(config)
-    known = {tensor.name: tensor for tensor in tensors if tensor.is_exact}
+    known = {tensor.name: tensor for tensor in tensors if tensor.is_exact} | _of_fused_experts(tensors)
     stored: dict[str, list[tuple[Tensor, Pair]]] = {}
     for pair in pairs:
         tensor = known.get(pair.name)
@@ -57,6 +61,17 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
         _write(unfinished, family.arch, alpha, values)
         os.replace(unfinished, path)
     return len(stored)
+
+
+def _of_fused_experts(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The parts of fused experts of gpt-oss, by the names that their adapters have; outputs come first in these."""
+    result = {}
+    for tensor in tensors:
+        part = _EXPERTS.fullmatch(tensor.take.place)
+        if part is not None and tensor.change is Change.SWAPPED:
+            name = f"{tensor.name.rpartition('.')[0]}.{part[1]}_proj.weight"
+            result[name] = dataclasses.replace(tensor, name=name, change=Change.NONE)
+    return result
 
 
 def _alpha(stored: Mapping[str, list[tuple[Tensor, Pair]]]) -> float:
