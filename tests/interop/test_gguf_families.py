@@ -154,6 +154,16 @@ def test_older_files_list_no_windows(tmp_path):
     assert open_gguf(test_gguf.copy(path, tmp_path / "old.gguf", values=values)).config == open_gguf(path).config
 
 
+def test_vectors_with_a_dimension_of_one_are_vectors(tmp_path):
+    """As llama.cpp's converter stores the gate of a shared expert: a matrix of one row."""
+    path, gate = write(tmp_path / "model.gguf", "qwen2_moe"), "blk.0.ffn_gate_inp_shexp.weight"
+    (value,) = (part.data for part in gguf.GGUFReader(path).tensors if part.name == gate)
+    stored = {gate: (value[None], gguf.GGMLQuantizationType.F32)}
+    values = {"general.architecture": "qwen2moe"}
+    read = open_gguf(test_gguf.copy(path, tmp_path / "theirs.gguf", values=values, stored=stored))
+    np.testing.assert_array_equal(read.read("model.layers.0.mlp.shared_expert_gate.weight"), value[None])
+
+
 # Case, changed metadata, and what is said of them.
 FOREIGN = [
     ("granite", {"residual_scale": "x"}, "must be float, not str"),
@@ -164,6 +174,7 @@ FOREIGN = [
     ("glm4_moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func is 1, must be 2"),
     ("glm4_moe", {"expert_weights_norm": 3}, "glm4moe.expert_weights_norm is 3, must be true or false"),
     ("apertus", {"xielu.beta": [0.5]}, r"xielu.beta is \[0.5\], must be a list with a number for each of 2 layers"),
+    ("nemotron", {"attention.key_length": 4}, "nemotron.attention.key_length is 4, llama.cpp computes nemotron models with 8"),
     ("mamba2", {"ssm.group_count": None}, "the file has no mamba2.ssm.group_count"),
 ]  # fmt: skip
 

@@ -159,7 +159,8 @@ class GgufModel:
                 continue
             if tensor.stored not in shapes:
                 raise UserError(f"the tensor {tensor.stored} is missing: the file is corrupted, or another model")
-            if shapes[tensor.stored] != (want := tensor.stored_shape):
+            want = tensor.stored_shape
+            if _plain(shapes[tensor.stored]) != _plain(want):
                 raise UserError(f"{tensor.stored} has shape {shapes[tensor.stored]}, must have {want} by the metadata")
         known = {tensor.stored for tensor in tensors} | self._family.unread(self.config).keys()
         for name, shape in self._scales().items():
@@ -210,6 +211,11 @@ class GgufModel:
                 "embedding: remove it, or take another file"
             )
         self.config["tie_word_embeddings"] = True
+
+
+def _plain(shape: Shape) -> Shape:
+    """A shape without first dimensions of 1, which ggml does not tell from none."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
 def _beside(name: str, part: str) -> str:

@@ -183,6 +183,7 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     supported |= {_INTERVAL} if family.recurrent_key else set()
     supported |= {_LENGTH, *gguf_rope.KEYS, *family.ignored}
     supported |= {NEXTN} if family.nextn else set()
+    supported |= {_SIZES["head_dim"]} if family.square else set()
     supported |= {_WINDOW} if family.window is not Window.NONE else set()
     supported |= {_PATTERN} if family.window is Window.LISTED else set()
     longest = values.get(_LENGTH)
@@ -233,6 +234,8 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
         if value is not None:
             fields[name] = 1 / value if name in family.inverse else value
     fields |= {"max_length": values[_LENGTH]} if "max_length" in family.hf.keys else {}
+    if family.square and "num_heads" in fields:
+        _check_heads(values, fields, family)
     fields |= _read_norm(values, family)
     fields |= {"bias": _bias(shapes, family), "head": "separate" if "output.weight" in shapes else "tied"}
     fields |= _layers(values, fields, family)
@@ -241,11 +244,20 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     elif family.rope_switch:
         fields["positions"] = "none"
     if (count := values.get(_MOE["num_experts"])) is not None:
-        fields["moe"] = _read_moe(values, family) if count else None
+        fields["moe"] = _read_moe(values, family) if count > 1 else None  # Jamba's dense models have one
     # Of biases interop.hf fixes those that no key has.
     fields |= {name: value for name, value in family.hf.fixed.items() if name != "bias"} | dict(family.fixed)
     fields |= {} if family.read is None else family.read(fields, values, shapes)
     return (family.hf.config or DecoderConfig)(**fields)
+
+
+def _check_heads(values: Metadata, fields: Fields, family: Family) -> None:
+    """Raises unless heads are as wide as the model together."""
+    size = fields["embed_dim"] // fields["num_heads"]
+    if (other := values.get(_SIZES["head_dim"], size)) != size:
+        raise UserError(
+            f"{family.arch}.{_SIZES['head_dim']} is {other}, llama.cpp computes {family.model_type} models with {size} alone"
+        )
 
 
 def _flag(values: Metadata, key: str, default: bool, family: Family) -> bool:
@@ -290,10 +302,11 @@ def _recurrent(values: Metadata, family: Family) -> dict[str, Any]:
 def _read_norm(values: Metadata, family: Family) -> dict[str, Any]:
     if "norm_eps" in family.hf.fixed:
         return {}
-    key = _EPS["rms" if family.hf.fixed.get("norm", "rms") == "rms" else "layer"]
-    if key not in values:
-        raise UserError(f"the file has no {family.arch}.{key}: it is corrupted, or no {family.arch} model")
-    return {"norm_eps": values[key]}
+    kinds = ("rms", "layer") if family.hf.fixed.get("norm", "rms") == "rms" else ("layer", "rms")
+    keys = [_EPS[kind] for kind in kinds if _EPS[kind] in values]
+    if not keys:
+        raise UserError(f"the file has no {family.arch}.{_EPS[kinds[0]]}: it is corrupted, or no {family.arch} model")
+    return {"norm_eps": values[keys[0]]}
 
 
 def _bias(shapes: Shapes, family: Family) -> str:
