@@ -37,13 +37,12 @@ class Change(enum.StrEnum):
     """How a tensor of a GGUF file differs from the checkpoint's.
 
     queries, keys: the two halves of every head are interleaved, so that rotated pairs are adjacent (arch llama).
-      plus_one:
-    1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the checkpoint
-    every group of heads has its queries, key and value together; in GGUF all queries come first, then all keys.
-    decay: the logarithm A of a recurrent layer becomes -exp(A). The others change the shape alone. channels: the middle
-    dimension of a convolution, which is 1, is left out. row: a first dimension of 1 is left out. column, decay_column:
-    there is a last dimension of 1. groups: rows of a group each. swapped: of each matrix in
-    a stack the two dimensions.
+    plus_one: 1 is added to a norm's scale, which float32 rounds. transposed: Conv1D of GPT-2. interleaved: in the
+    checkpoint every group of heads has its queries, key and value together; in GGUF all queries come first, then all
+    keys. decay: the logarithm A of a recurrent layer becomes -exp(A). The others change the shape alone. channels: the
+    middle dimension of a convolution, which is 1, is left out. row: a first dimension of 1 is left out. column,
+    decay_column: there is a last dimension of 1. groups: rows of a group each. swapped: of each matrix in a stack the
+    two dimensions.
     """
 
     NONE = ""
