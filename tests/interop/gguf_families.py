@@ -46,6 +46,8 @@ FALCON |= dict(max_position_embeddings=128, ffn_hidden_size=64, rope_parameters=
 
 DEEPSEEK = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=32, n_shared_experts=2, n_group=1)
 DEEPSEEK |= dict(routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_replace=1, num_hidden_layers=3)
+LATENT = RMS | DEEPSEEK | dict(num_key_value_heads=4, kv_lora_rank=24, qk_nope_head_dim=16, qk_rope_head_dim=8)
+LATENT |= dict(v_head_dim=12, rms_norm_eps=1e-6)
 GRANITE_FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
 FEW = dict(num_experts=4, num_experts_per_tok=2)
 
@@ -144,6 +146,15 @@ CASES: dict[str, dict[str, Any]] = {
     "dots1": RMS
     | DEEPSEEK
     | dict(model_type="dots1", head_dim=16, num_key_value_heads=4, sliding_window=None, rope_parameters=rope()),
+    "deepseek_v2": LATENT
+    | dict(model_type="deepseek_v2", q_lora_rank=None, topk_method="greedy", norm_topk_prob=False)
+    | dict(rope_parameters=rope()),
+    "deepseek_v2_yarn": LATENT
+    | dict(model_type="deepseek_v2", q_lora_rank=20, topk_method="greedy", norm_topk_prob=False)
+    | dict(rope_parameters=YARN | dict(mscale=0.707, mscale_all_dim=0.707)),
+    "deepseek_v3": LATENT
+    | dict(model_type="deepseek_v3", q_lora_rank=20, n_group=4, topk_group=2)
+    | dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0)),
     "ernie4_5_moe": RMS
     | dict(model_type="ernie4_5_moe", num_hidden_layers=3, moe_num_experts=8, moe_k=2, moe_intermediate_size=32)
     | dict(moe_num_shared_experts=2, moe_layer_start_index=1, moe_layer_end_index=-1, tie_word_embeddings=True)

@@ -21,7 +21,7 @@ sys.path += [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import gguf  # noqa: E402
 import gguf_cases  # noqa: E402
 import test_gguf  # noqa: E402
-from gguf_families import CASES, tensors  # noqa: E402
+from gguf_families import CASES, YARN, rope, tensors  # noqa: E402
 
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop import open_model  # noqa: E402
@@ -37,6 +37,7 @@ RECORDED = HERE / "gguf_families.json"
 COUNT = 48
 # Seeds of prompts after which llama.cpp does not generate its end token.
 SEEDS = {"jamba": 1, "glm4_moe": 2, "qwen3_next": 1, "granitemoehybrid_dense": 1, "hunyuan_v1_moe": 1, "minimax_m2": 1}
+SEEDS |= {"deepseek_v3": 1}
 
 
 def prompt(name: str) -> list[int]:
@@ -133,6 +134,12 @@ REFUSED = [
     ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob of the olmoe model is True"),
     ("olmoe", {"clip_qkv": 0.5}, "clip_qkv of the olmoe model is 0.5, llama.cpp computes it with None"),
     ("dots1", {"num_key_value_heads": 2}, "num_key_value_heads of the dots1 model is 2, llama.cpp computes it with 4"),
+    ("dots1", {"n_shared_experts": 0}, "n_shared_experts is 0, llama.cpp computes no model of the family without"),
+    ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps of the deepseek_v2 model is 1e-05"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "n_group of the deepseek_v2"),
+    ("deepseek_v3", {"num_hidden_layers": 27}, "q_lora_rank of a model of 27 layers is 20"),
+    ("deepseek_v3", {"rope_parameters": YARN}, "mscale and mscale_all_dim of the deepseek_v3 model's yarn scaling"),
+    ("deepseek_v3", {"rope_parameters": rope("linear", factor=2.0)}, "'linear' of a deepseek_v3 model"),
     ("mamba", {"expand": 4}, "inner_dim of the mamba model is 128, llama.cpp computes it with 64"),
     ("mamba2", {"time_step_limit": [0.1, 2.0]}, "least_step of the mamba2 model is 0.1"),
     ("falcon_mamba", {"mixer_rms_eps": 1e-3}, "mixer_rms_eps of the falcon_mamba model is 0.001"),
@@ -175,6 +182,11 @@ FOREIGN = [
     ("glm4_moe", {"expert_weights_norm": 3}, "glm4moe.expert_weights_norm is 3, must be true or false"),
     ("apertus", {"xielu.beta": [0.5]}, r"xielu.beta is \[0.5\], must be a list with a number for each of 2 layers"),
     ("nemotron", {"attention.key_length": 4}, "nemotron.attention.key_length is 4, llama.cpp computes nemotron models with 8"),
+    ("deepseek_v3", {"expert_gating_func": None}, "deepseek2.expert_gating_func is missing, must be 2"),
+    ("deepseek_v2", {"expert_weights_norm": True}, "deepseek2.expert_weights_norm is True, must be False"),
+    ("deepseek_v2", {"attention.key_length_mla": None}, "the file has no deepseek2.attention.key_length_mla: it is an old"),
+    ("deepseek_v2", {"rope.scaling.factor": 2.0}, "deepseek2.rope.scaling.type is linear, must be none or yarn"),
+    ("deepseek_v3", {"rope.scaling.yarn_log_multiplier": None}, "yarn_log_multiplier is None, must be above 0"),
     ("mamba2", {"ssm.group_count": None}, "the file has no mamba2.ssm.group_count"),
 ]  # fmt: skip
 

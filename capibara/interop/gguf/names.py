@@ -43,7 +43,11 @@ def of_arch(arch: Any, values: Mapping[str, Any]) -> Family:
     """
     known = [family for family in FAMILIES if family.arch == arch]
     result = [family for family in known if family.when and values.get(family.when)]
-    result += [family for family in known if not family.when]
+    others = [family for family in known if not family.when]
+    result += [
+        family for family in others if all(values.get(key, same) == same for key, same in family.constants.items())
+    ]
+    result += others
     if not result:
         names = ", ".join(sorted({family.arch for family in FAMILIES}))
         raise UserError(f"general.architecture {arch!r} is not known here, must be one of {names}")

@@ -15,14 +15,14 @@ _NONE: frozenset[str] = frozenset()
 _WIDTH = {"expert_dim": "expert_feed_forward_length"}
 _SHARED_WIDTH = "expert_shared_feed_forward_length"
 # Experts after the first layers, beside shared ones, whose choice is corrected (DeepSeek-V3).
-_DEEPSEEK = _WIDTH | {
+DEEPSEEK = _WIDTH | {
     "first_dense": "leading_dense_block_count",
     "shared_experts": "expert_shared_count",
     "scale": "expert_weights_scale",
     "gates": "expert_weights_norm",
 }
-_GROUPS = {"groups": "expert_group_count", "top_groups": "expert_group_used_count"}
-_SIGMOID = {"expert_gating_func": 2}
+GROUPS = {"groups": "expert_group_count", "top_groups": "expert_group_used_count"}
+SIGMOID = {"expert_gating_func": 2}
 _NORMALIZED, _SCORES = {"gates": "normalized"}, {"gates": "scores"}
 _ROUTED_EVERY = 4  # a constant of llama.cpp
 
@@ -31,6 +31,13 @@ def _shared_width(config: DecoderConfig) -> dict[str, Any]:
     assert config.moe is not None, "the families have experts"
     width = config.moe.shared_dim or config.moe.expert_dim or config.mlp_dim
     return {_SHARED_WIDTH: width * config.moe.shared_experts}
+
+
+def with_shared(config: DecoderConfig) -> dict[str, Any]:
+    """A `write` of families that llama.cpp computes with shared experts alone."""
+    if config.moe is None or not config.moe.shared_experts:
+        raise UserError("n_shared_experts is 0, llama.cpp computes no model of the family without: it has no GGUF form")
+    return {}
 
 
 def _equal_widths(config: DecoderConfig) -> dict[str, Any]:
@@ -107,24 +114,25 @@ FAMILIES = (
     Family(
         model_type="glm4_moe",
         arch="glm4moe",
-        moe_keys=_DEEPSEEK | _GROUPS,
+        moe_keys=DEEPSEEK | GROUPS,
         fixed=SWIGLU,
         nextn=True,
-        constants=_SIGMOID,
+        constants=SIGMOID,
         read=_head_norms,
     ),
     Family(
         model_type="dots1",
         arch="dots1",
-        moe_keys=_DEEPSEEK | _GROUPS,
+        moe_keys=DEEPSEEK | GROUPS,
         fixed=SWIGLU | {"head": "separate"},
-        constants=_SIGMOID,
+        constants=SIGMOID,
         read=_keys_of_all_heads,
+        write=with_shared,
     ),
     Family(
         model_type="ernie4_5_moe",
         arch="ernie4_5-moe",
-        moe_keys={name: key for name, key in _DEEPSEEK.items() if name not in ("gates", "scale")},
+        moe_keys={name: key for name, key in DEEPSEEK.items() if name not in ("gates", "scale")},
         fixed=SWIGLU,
         biases=_NONE,
         changes={"e_score_correction": Change.ROW},
@@ -142,13 +150,13 @@ FAMILIES = (
     Family(
         model_type="exaone_moe",
         arch="exaone-moe",
-        moe_keys=_DEEPSEEK | _GROUPS,
+        moe_keys=DEEPSEEK | GROUPS,
         fixed=SWIGLU,
         biases=_NONE,
         window=Window.LISTED,
         factors=True,
         nextn=True,
-        constants=_SIGMOID,
+        constants=SIGMOID,
         ignored=(_SHARED_WIDTH,),
         read=windowed,
         write=_shared_width,
@@ -159,15 +167,15 @@ FAMILIES = (
         moe_keys=_WIDTH,
         fixed=SWIGLU,
         biases=_NONE,
-        constants=_SIGMOID,
+        constants=SIGMOID,
     ),
     Family(
         model_type="afmoe",
         arch="afmoe",
-        moe_keys=_DEEPSEEK | _GROUPS,
+        moe_keys=DEEPSEEK | GROUPS,
         fixed=SWIGLU | {"embedding_scale": "sqrt_dim"},
         window=Window.LISTED,
-        constants=_SIGMOID,
+        constants=SIGMOID,
         renamed={"mlp.expert_bias": "mlp.expert_bias.bias"},
         read=_afmoe_layers,
     ),

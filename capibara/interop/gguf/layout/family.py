@@ -72,6 +72,7 @@ class Family:
       moe: the same for fields of our Moe.
       biases: projections that may have biases: those of "qkv", "out" and "mlp".
       square: whether heads are as wide as the model together.
+      latent: whether it has multi-head latent attention.
       window: what it makes of windows.
       period: every how many layers one has no window, where a file does not list them.
       rope_switch: metadata that say whether positions are rotary; "": they always are, if they are in interop.hf.
@@ -108,6 +109,7 @@ class Family:
     moe: Fields = dataclasses.field(default_factory=dict)
     biases: frozenset[str] = frozenset({"qkv"})
     square: bool = False
+    latent: bool = False
     window: Window = Window.NONE
     period: int = 4
     rope_switch: str = ""
@@ -143,8 +145,9 @@ class Family:
         model = self.model(config)
         return model.num_heads, model.kv_heads
 
-    def head_dim(self, config: Fields) -> int:
-        return self.model(config).head_size
+    def rotary_size(self, config: Fields) -> int:
+        """The part of a head that may have rotary positions."""
+        return self.model(config).rotary_size
 
     def layers(self, config: Fields) -> int:
         """Number of layers."""
@@ -169,7 +172,7 @@ class Family:
         arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.arch)
         names = gguf.get_tensor_name_map(arch, model.num_layers)
         rows = tables.of(self.model_type, shapes, model.module_layers)
-        groups = getattr(model.mixer, "groups", 1)
+        groups = model.num_heads if self.latent else getattr(model.mixer, "groups", 1)
         takes = {} if self.takes is None else self.takes(model)
         _, factors = (model, {}) if self.fold is None else self.fold(model)
         tensors = (tensor for row in rows for tensor in self._of_row(row, shapes, names, takes))
@@ -201,7 +204,7 @@ class Family:
                     stored = f"blk.{of_map.split('.layers.')[1].split('.')[0]}.{take.place}"
                 else:
                     stored = self._stored(of_map, names)
-                yield Tensor(name, shape, stored, change, index, stack, take=take)
+                yield Tensor(name, shape, stored, take.change or change, index, stack, take=take)
 
     def _placed(self, row: Row, shape: Shape) -> tuple[Take, ...]:
         """What each of the file's tensors has of one that is there in equal parts, or under another name."""

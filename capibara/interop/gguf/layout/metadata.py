@@ -18,7 +18,7 @@ from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import families as hf_families
 from capibara.interop.hf.layout import rope as hf_rope
-from capibara.models.api import DecoderConfig, Mixer, Moe, Rope
+from capibara.models.api import DecoderConfig, LatentAttention, Mixer, Moe, Rope
 
 _SIZES = {
     "embed_dim": "embedding_length",
@@ -32,6 +32,10 @@ _EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_nor
 _MOE = {"num_experts": "expert_count", "top_k": "expert_used_count"}
 _WINDOW, _PATTERN, _LENGTH = "attention.sliding_window", "attention.sliding_window_pattern", "context_length"
 NEXTN = "nextn_predict_layers"
+# Of multi-head latent attention, which llama.cpp computes as if all heads shared one key.
+_LATENT = {"kv_rank": "attention.kv_lora_rank", "query_rank": "attention.q_lora_rank"}
+_LATENT |= {"value_dim": "attention.value_length_mla", "rotary_dim": "rope.dimension_count"}
+_LATENT_HEAD = "attention.key_length_mla"
 _HEADS = ("num_heads", "num_kv_heads", "head_dim")
 _OPTIONAL = ("num_kv_heads", "head_dim")
 # A tensor of the first layer that has a bias -> the projections of which it is one.
@@ -72,6 +76,8 @@ def write(config: Fields, family: Family) -> dict[str, Any]:
         values |= _stored(key, fields[name], name in family.inverse)
     if "attention.key_length" in values:
         values["attention.value_length"] = values["attention.key_length"]
+    if model.latent is not None:
+        values |= _write_latent(model, model.latent)
     values |= _norm(model)
     if model.moe is not None:
         values |= _write_moe(model, model.moe, family)
@@ -98,7 +104,7 @@ def _rotary(model: DecoderConfig, family: Family) -> dict[str, Any]:
 
 def _keys(family: Family) -> dict[str, str]:
     """Fields of the configuration that are metadata -> key."""
-    absent = {"head_dim"} if family.square else set()
+    absent = {"head_dim"} if family.square else {"num_kv_heads", "head_dim"} if family.latent else set()
     absent |= {*_HEADS, "mlp_dim"} & {*family.hf.fixed}
     absent |= {*_HEADS} if "num_heads" in absent else set()
     return {name: key for name, key in (_SIZES | dict(family.keys)).items() if name not in absent}
@@ -109,6 +115,37 @@ def _stored(key: str, value: Any, inverse: bool) -> dict[str, Any]:
     if value is None:
         return {}
     return {key: gguf_rope.tidy(1 / value if inverse else value) if isinstance(value, float) else value}
+
+
+def _write_latent(model: DecoderConfig, latent: LatentAttention) -> dict[str, Any]:
+    values = {key: getattr(latent, name) or 0 for name, key in _LATENT.items()}
+    return values | {
+        _KV_HEADS: 1,
+        _LATENT_HEAD: model.head_size,
+        _SIZES["head_dim"]: latent.kv_rank + latent.rotary_dim,
+        "attention.value_length": latent.kv_rank,
+    }
+
+
+def _read_latent(values: Metadata, family: Family) -> dict[str, Any]:
+    missing = [key for key in (*_LATENT.values(), _LATENT_HEAD) if key not in values and key != _LATENT["query_rank"]]
+    if missing or values.get(_KV_HEADS) != 1:
+        raise UserError(
+            f"the file has no {family.arch}.{missing[0] if missing else _KV_HEADS + ' = 1'}: it is an old file, take a newer one"
+        )
+    sizes: dict[str, Any] = {name: values[key] for name, key in _LATENT.items() if values.get(key)}
+    latent = LatentAttention(**sizes)
+    width = values.get(_SIZES["head_dim"], latent.kv_rank + latent.rotary_dim)
+    if width != latent.kv_rank + latent.rotary_dim:
+        raise UserError(
+            f"{family.arch}.{_SIZES['head_dim']} is {width}, must be {latent.kv_rank + latent.rotary_dim}: take another file"
+        )
+    if not math.isclose(eps := values.get(_EPS["rms"], latent.norm_eps), latent.norm_eps, rel_tol=_CLOSE):
+        raise UserError(
+            f"rms_norm_eps of the {family.model_type} model is {eps}, llama.cpp computes the latents' norms with it too, which "
+            f"have {latent.norm_eps}: it has no GGUF form"
+        )
+    return {"latent": latent, "head_dim": values[_LATENT_HEAD]}
 
 
 def _norm(model: DecoderConfig) -> dict[str, float]:
@@ -184,6 +221,8 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     supported |= {_LENGTH, *gguf_rope.KEYS, *family.ignored}
     supported |= {NEXTN} if family.nextn else set()
     supported |= {_SIZES["head_dim"]} if family.square else set()
+    latent = {*_LATENT.values(), _LATENT_HEAD, _KV_HEADS, _SIZES["head_dim"], gguf_rope.LOG_MULTIPLIER}
+    supported |= latent if family.latent else set()
     supported |= {_WINDOW} if family.window is not Window.NONE else set()
     supported |= {_PATTERN} if family.window is Window.LISTED else set()
     longest = values.get(_LENGTH)
@@ -219,6 +258,8 @@ def _longest_key(family: Family) -> str:
 def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: Family) -> DecoderConfig:
     """Our configuration of the metadata."""
     fields: dict[str, Any] = {"vocab_size": shapes["token_embd.weight"][0]}
+    if family.latent:
+        fields |= _read_latent(values, family)
     if family.mixer is not None:
         fields |= _read_mixer(values, shapes, family)
         listed = {key: max(of) for key in (_KV_HEADS, _WIDTH) if isinstance(of := values.get(key), list) and of}
@@ -240,7 +281,7 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
     fields |= {"bias": _bias(shapes, family), "head": "separate" if "output.weight" in shapes else "tied"}
     fields |= _layers(values, fields, family)
     if _flag(values, family.rope_switch, True, family) if family.rope_switch else family.hf.rope:
-        fields["rope"] = _rope(values, fields, factors, family)
+        fields |= _rope(values, fields, factors, family)
     elif family.rope_switch:
         fields["positions"] = "none"
     if (count := values.get(_MOE["num_experts"])) is not None:
@@ -333,8 +374,11 @@ def _layers(values: Metadata, fields: Fields, family: Family) -> dict[str, Any]:
     return {"layer_pattern": tuple("local" if local else whole for local in listed), "window": window}
 
 
-def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: Family) -> Rope:
+def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: Family) -> dict[str, Any]:
+    """Rotary positions, and what their scaling makes of attention's."""
+    latent = fields.get("latent")
     head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
+    head_dim = head_dim if latent is None else latent.rotary_dim
     config = gguf_rope.from_metadata(values, family, head_dim, factors)
     sizes: dict[str, Any] = {"head_dim": fields.get("head_dim"), "hidden_size": fields["embed_dim"]}
     sizes |= {"num_attention_heads": fields["num_heads"], "max_position_embeddings": values.get(_LENGTH)}
@@ -346,7 +390,8 @@ def _rope(values: Metadata, fields: Fields, factors: np.ndarray | None, family: 
         raise UserError(
             f"{family.arch}.rope.dimension_count is {dims}, {family.model_type} models rotate whole heads of {head_dim}"
         )
-    return rope
+    factor = hf_rope.mscale(config) if family.hf.mscale else 1.0
+    return {"rope": rope} | ({} if factor == 1 else {"attention_scale": fields["head_dim"] ** -0.5 * factor})
 
 
 def _read_moe(values: Metadata, family: Family) -> Moe:

@@ -23,6 +23,7 @@ KEYS = frozenset(
     + ("rope.scaling.factor", "rope.scaling.attn_factor")
     + tuple(f"rope.scaling.yarn_{name}" for name in ("ext_factor", "attn_factor", *_BETAS))
 )
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"  # a tenth of mscale_all_dim, of latent attention
 _WITH_LOCAL = ("gemma3_text", "gemma3n_text", "olmo3")  # their layers with a window have frequencies of their own
 
 
@@ -39,7 +40,11 @@ class Rotary(Protocol):
     def factors(self) -> bool:
         """Whether llama.cpp reads factors of frequencies."""
 
-    def head_dim(self, config: Mapping[str, Any]) -> int: ...
+    @property
+    def latent(self) -> bool:
+        """Whether it has multi-head latent attention."""
+
+    def rotary_size(self, config: Mapping[str, Any]) -> int: ...
 
 
 def to_metadata(config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
@@ -47,7 +52,7 @@ def to_metadata(config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
     rope, local = parameters(config)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
     values: dict[str, Any] = {
-        "rope.dimension_count": int(family.head_dim(config) * share),
+        "rope.dimension_count": int(family.rotary_size(config) * share),
         "rope.freq_base": float(rope.get("rope_theta", 10_000.0)),
     }
     if local is not None:
@@ -59,7 +64,7 @@ def to_metadata(config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
     match _kind(rope):
         case "default":
             pass
-        case "linear":
+        case "linear" if not family.latent:
             values |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(_needed(rope, "factor"))}
         case "llama3" if family.factors:
             original = [_needed(rope, name) for name in _LLAMA3][-1]
@@ -68,7 +73,7 @@ def to_metadata(config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
             values |= _yarn(rope, config, family)
         case other:
             raise UserError(
-                f"rope_type {other!r} of a {family.model_type} model has no GGUF form here: try linear or yarn"
+                f"rope_type {other!r} of a {family.model_type} model has no GGUF form here: try {'' if family.latent else 'linear or '}yarn"
             )
     return values
 
@@ -93,7 +98,14 @@ def _yarn(rope: Mapping[str, Any], config: Mapping[str, Any], family: Rotary) ->
         raise UserError(
             f"truncate of the yarn scaling is {truncate}, of a {family.model_type} model it has no GGUF form"
         )
-    if rope.get("attention_factor") is not None:
+    if family.latent:
+        if rope.get("attention_factor") != 1 or not rope.get("mscale_all_dim"):
+            raise UserError(
+                f"mscale and mscale_all_dim of the {family.model_type} model's yarn scaling must be equal and above 0, llama.cpp "
+                "computes it so: it has no GGUF form"
+            )
+        values[LOG_MULTIPLIER] = tidy(0.1 * rope["mscale_all_dim"])
+    elif rope.get("attention_factor") is not None:
         # llama.cpp multiplies the default factor by it.
         values["rope.scaling.attn_factor"] = float(rope["attention_factor"]) / (0.1 * math.log(factor) + 1)
     return values
@@ -140,7 +152,7 @@ def factors(config: Mapping[str, Any], family: Rotary) -> np.ndarray | None:
     rope, _ = parameters(config)
     if _kind(rope) != "llama3":
         return None
-    return llama3_factors({"rope_theta": 10_000.0} | dict(rope), family.head_dim(config))
+    return llama3_factors({"rope_theta": 10_000.0} | dict(rope), family.rotary_size(config))
 
 
 def _turns(theta: float, head_dim: int, length: float) -> np.ndarray:
@@ -163,11 +175,15 @@ def from_metadata(
             )
         rope |= _llama3_of(divided, theta, head_dim, original)
     elif kind == "linear":
+        if family.latent:
+            raise UserError(f"{family.arch}.rope.scaling.type is linear, must be none or yarn: take another file")
         rope |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         rope |= {"truncate": False} if family.model_type == "gpt_oss" else {}
-        if "rope.scaling.attn_factor" in values:
+        if family.latent:
+            rope |= _latent_scales(values, family)
+        elif "rope.scaling.attn_factor" in values:
             rope["attention_factor"] = tidy(values["rope.scaling.attn_factor"] * (0.1 * math.log(factor) + 1))
     share = values.get("rope.dimension_count", head_dim) / head_dim
     more = {}
@@ -180,6 +196,17 @@ def from_metadata(
         local = {"rope_type": "default", "rope_theta": values.get("rope.freq_base_swa", usual)}
         return {"rope_parameters": {"sliding_attention": local, "full_attention": rope}}
     return {"rope_parameters": rope} | more
+
+
+def _latent_scales(values: Mapping[str, Any], family: Rotary) -> dict[str, float]:
+    """Mscale and mscale_all_dim, which llama.cpp has equal."""
+    for key, usual in ((LOG_MULTIPLIER, None), ("rope.scaling.attn_factor", 1)):
+        value = values.get(key, usual)
+        if type(value) not in (int, float) or (value <= 0 if usual is None else value != usual):
+            must = "above 0" if usual is None else f"{usual}"
+            raise UserError(f"{family.arch}.{key} is {value}, must be {must} with yarn scaling: take another file")
+    scale = tidy(10 * tidy(values[LOG_MULTIPLIER]))
+    return {"mscale": scale, "mscale_all_dim": scale}
 
 
 def _scaling(values: Mapping[str, Any], family: Rotary) -> tuple[str, float]:

@@ -41,8 +41,8 @@ class Change(enum.StrEnum):
     checkpoint every group of heads has its queries, key and value together; in GGUF all queries come first, then all
     keys. decay: the logarithm A of a recurrent layer becomes -exp(A). The others change the shape alone. channels: the
     middle dimension of a convolution, which is 1, is left out. row: a first dimension of 1 is left out. column,
-    decay_column: there is a last dimension of 1. groups: rows of a group each. swapped: of each matrix in a stack the
-    two dimensions.
+    decay_column: there is a last dimension of 1. groups: rows of a group each. groups_swapped: those, whose two
+    dimensions are then swapped. swapped: of each matrix in a stack the two dimensions.
     """
 
     NONE = ""
@@ -58,6 +58,7 @@ class Change(enum.StrEnum):
     ROW = "row"
     SWAPPED = "swapped"
     GROUPS = "groups"
+    GROUPS_SWAPPED = "groups_swapped"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +69,13 @@ class Take:
       place: its name within a layer; "": the one that the gguf package knows.
       indices: of the checkpoint's rows, in the file's order; None: all of them, as they are.
       axis: the dimension that has these rows.
+      change: how the file's tensor differs from them; "": as the family says.
     """
 
     place: str = ""
     indices: np.ndarray | None = None
     axis: int = 0
+    change: Change = Change.NONE
 
     def shape(self, shape: Shape) -> Shape:
         """The shape of what is taken of a tensor of this one."""
@@ -103,7 +106,7 @@ class Tensor:
       rows: number of rows in the file, if the checkpoint has fewer; the rest repeat its first row. None: as many.
       take: which of its rows the file's tensor has.
       factor: of the checkpoint's rows, which a file has in them.
-      groups: number of rows of a vector that is stored by groups.
+      groups: number of groups of rows of a tensor that is stored by them.
     """
 
     name: str
@@ -150,7 +153,9 @@ class Tensor:
             case Change.SWAPPED:
                 shape = (shape[0], shape[2], shape[1])
             case Change.GROUPS:
-                shape = (self.groups, shape[0] // self.groups)
+                shape = (self.groups, shape[0] // self.groups, *shape[1:])
+            case Change.GROUPS_SWAPPED:
+                shape = (self.groups, shape[1], shape[0] // self.groups)
         shape = shape if self.rows is None else (self.rows, *shape[1:])
         return shape if self.index is None else (self.stack, *shape)
 
@@ -166,6 +171,8 @@ def to_gguf(value: np.ndarray, change: Change, heads: tuple[int, int]) -> np.nda
             return value.T
         case Change.SWAPPED:
             return value.swapaxes(1, 2)
+        case Change.GROUPS_SWAPPED:
+            return value.reshape(heads[0], -1, value.shape[1]).swapaxes(1, 2)
         case Change.INTERLEAVED:
             split = value.reshape(heads[1], heads[0] // heads[1] + 2, -1, *value.shape[1:])
             parts = split[:, :-2], split[:, -2], split[:, -1]
@@ -184,7 +191,7 @@ def to_checkpoint(value: np.ndarray, change: Change, heads: tuple[int, int]) -> 
             return value - value.dtype.type(1)
         case Change.TRANSPOSED:
             return value.T
-        case Change.SWAPPED:
+        case Change.SWAPPED | Change.GROUPS_SWAPPED:
             return value.swapaxes(1, 2)
         case Change.INTERLEAVED:
             size = len(value) // (heads[0] + 2 * heads[1])
