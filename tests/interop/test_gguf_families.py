@@ -255,6 +255,7 @@ QUANTIZED = {
     "granite": WIDE,
     "falcon": dict(hidden_size=256, ffn_hidden_size=512),
     "glm4": WIDE,
+    "deepseek_v3": dict(hidden_size=256, moe_intermediate_size=256, kv_lora_rank=256, q_lora_rank=256),
     "granitemoehybrid": dict(hidden_size=256, intermediate_size=256, shared_intermediate_size=512, mamba_d_head=64),
 }
 
