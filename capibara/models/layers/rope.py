@@ -212,8 +212,8 @@ class Rope:
         turns = self._original_length * base / (2 * math.pi)
         # 0: divided by the full factor; 1: unchanged.
         between = self.high_frequency_factor - self.low_frequency_factor
-        share = (turns - self.low_frequency_factor) / between if between else turns > self.low_frequency_factor
-        share = np.clip(share, 0.0, 1.0)
+        above = turns - self.low_frequency_factor
+        share = np.clip(above / between, 0.0, 1.0) if between else np.heaviside(above, 0.0)
         return base / self.factor * (1 - share) + base * share
 
     def _yarn(self, base: np.ndarray, dims: int) -> np.ndarray:
