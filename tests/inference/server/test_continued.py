@@ -200,6 +200,22 @@ def test_conversations_are_tokenized_as_they_would_be_asked(running, chat):  # n
     assert json.loads(running.http("GET", "/version")[1]) == {"version": cb.__version__}
 
 
+def test_an_answer_may_be_as_long_as_fits_and_a_completion_as_sampling_says(running, served, monkeypatch):  # noqa: F811
+    asked = []
+    submit = Engine.submit  # the one that `prompts` has put in its place
+    monkeypatch.setattr(
+        Engine,
+        "submit",
+        lambda self, ids, sampling, **more: asked.append((len(ids), sampling)) or submit(self, ids, sampling, **more),
+    )
+    client = running.client()
+    client.chat.completions.create(model="tiny", messages=HELLO)
+    client.responses.create(model="tiny", input="x")
+    client.completions.create(model="tiny", prompt="x")
+    rooms = [2000 + 1 - count for count, _ in asked]
+    assert [sampling.max_new_tokens for _, sampling in asked] == [*rooms[:2], served.sampling.max_new_tokens]
+
+
 def test_a_choice_says_that_no_prompt_was_scored(running):  # noqa: F811
     (choice,) = running.client().completions.create(model="tiny", prompt="a", max_tokens=4).choices
     assert choice.prompt_logprobs is None and choice.token_ids is None and choice.prompt_token_ids is None

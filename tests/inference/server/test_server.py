@@ -313,7 +313,7 @@ BODIES = {
     "no number": (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400),
     "infinity": (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', 400),
     "a long number": (b'{"model": "tiny", "prompt": "a", "max_tokens": ' + b"9" * 9999 + b"}", 400),
-    "a long seed": (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 400 + b"}", 200),
+    "a long seed": (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 400 + b"}", 400),
     "a long penalty": (b'{"model": "tiny", "prompt": "a", "repetition_penalty": ' + b"9" * 400 + b"}", 400),
     "large": (b'{"model": "tiny", "prompt": "' + b"x" * 2**21 + b'"}', 413),
 }

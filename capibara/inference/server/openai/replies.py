@@ -247,7 +247,7 @@ class ChatReply(OpenAiReply):
             for piece in completion.pieces:
                 answer.add(piece)
             answer.close()
-        ask, extra = self._asks[0], dict[str, Any]()
+        ask, extra = self._asks[0], dict[str, Any](prompt_logprobs=None, prompt_token_ids=None)
         if self._asked.return_token_ids:
             extra["prompt_token_ids"] = list(ask.ids)
         if self._asked.prompt_logprobs is not None:

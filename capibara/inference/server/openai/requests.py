@@ -46,6 +46,8 @@ class StreamOptions(pydantic.BaseModel):
 class SampledParameters(TextParameters):
     """How tokens are chosen, in all of OpenAI's APIs; None: not set."""
 
+    seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
+
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, ge=0, le=1)
     top_k: int | None = pydantic.Field(None, ge=-1)  # 0, -1: all
@@ -59,7 +61,6 @@ class SampledParameters(TextParameters):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     stop: Any = None
-    seed: int | None = None
 
 
 class ApiRequest(SampledParameters):
@@ -101,6 +102,11 @@ class ApiRequest(SampledParameters):
     def longest(self) -> tuple[str, int | None]:
         """The parameter that limits the text's length, and its value."""
         return "max_tokens", self.max_tokens
+
+    @property
+    def answers(self) -> bool:
+        """Whether the text is an answer, which may be as long as fits where no limit is named, as OpenAI's."""
+        return False
 
     @property
     def likeliest(self) -> int:
@@ -185,6 +191,10 @@ class ChatRequest(ApiRequest):
         if self.echo and self.stream and self.tools:
             message = "echo is not available in a stream with tools: leave it out"
             raise Refusal(400, message, param="echo", code="invalid_value")
+
+    @property
+    def answers(self) -> bool:
+        return True
 
     @property
     def echoed(self) -> str:

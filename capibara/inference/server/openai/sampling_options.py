@@ -42,7 +42,8 @@ def sampling_of(
         raise Refusal(
             400, f"{name} is {short(limit)}, must be at most {most}{why}", param=name, code="context_length_exceeded"
         )
-    most_new = min(served.sampling.max_new_tokens, most) if limit is None else limit
+    usual = most if request.answers else min(served.sampling.max_new_tokens, most)
+    most_new = usual if limit is None else limit
     options: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(request, name)) is not None}
     if request.temperature is not None:
         options["temperature"] = request.temperature if request.temperature >= _GREEDY_BELOW else 0.0
