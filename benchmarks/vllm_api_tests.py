@@ -41,7 +41,40 @@ REFUSED = re.compile(
     r"is not supported|is not a parameter|is nothing that the chat template asks for|and the template asks for"
     r"|the model's chat template leaves out|greater than or equal to 0|\bmust be at most \d+ \(\d+ tokens of prompt"
 )
-OTHER: dict[str, str] = {}
+_MODEL = "of what the named model says"
+_TEMPLATE = "of the named model's chat template or tokens"
+_CHUNK = "the finish reason has a chunk of its own, as OpenAI's"
+_WORDS = "refused as it should be, in other words than vLLM's"
+_FLAG = "of a flag of vLLM's server"
+_PATH = "of an endpoint that only vLLM has"
+OTHER = {
+    "test_models::test_check_models": "adapters have no path of this machine as their root",
+    "test_completion::test_parallel_streaming": _CHUNK,
+    "test_completion::test_echo_logprob_completion": _TEMPLATE,
+    "test_prompt_validation::test_empty_prompt": _WORDS,
+    "test_prompt_validation::test_out_of_vocab_token_ids": _WORDS,
+    "test_chat::test_more_than_one_prompt_logprobs_chat": _TEMPLATE,
+    "test_chat::test_single_chat_session": _TEMPLATE,
+    "test_chat::test_chat_streaming": _CHUNK,
+    "test_chat::test_chat_completion_stream_options": _CHUNK,
+    "test_chat::test_structured_outputs_regex_chat": _MODEL,
+    "test_chat::test_response_format_json_object": _MODEL,
+    "test_chat::test_response_format_json_schema": _MODEL,
+    "test_chat::test_complex_message_content": _MODEL,
+    "test_chat::test_invocations": _PATH,
+    "test_chat_completion::test_per_request_metrics_non_streaming": _FLAG,
+    "test_chat_completion::test_per_request_metrics_on_final_usage_chunk": _FLAG,
+    "test_chat_echo::test_chat_session_with_echo_and_continue_final_message": _MODEL,
+    "test_include_reasoning::test_include_reasoning_true_non_streaming": _MODEL,
+    "test_include_reasoning::test_include_reasoning_true_streaming": _MODEL,
+    "test_include_reasoning::test_default_includes_reasoning": _MODEL,
+    "test_include_reasoning::test_reasoning_tokens_in_usage": _MODEL,
+    "test_root_path::test_chat_session_root_path_with_api_key": _FLAG,
+    "test_tokenization::test_tokenizer_info_basic": _PATH,
+    "test_tokenization::test_tokenizer_info_schema": _PATH,
+    "test_tokenization::test_tokenizer_info_consistency_with_tokenize": _PATH,
+    "test_tokenization::test_tokenizer_info_chat_template": _PATH,
+}
 
 
 def main() -> int:

@@ -48,8 +48,9 @@ class RemoteOpenAIServer:
             name = json.loads(text)["name"] if text.startswith("{") else text.partition("=")[0]
             command.append(f"--adapter={name}={os.environ['VLLM_API_ADAPTER']}")
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        if "--api-key" in values:
-            environment["CAPIBARA_API_KEY"] = values["--api-key"][0]
+        keys = [*values.get("--api-key", []), (env_dict or {}).get("VLLM_API_KEY")]
+        if key := next(filter(None, keys), None):
+            environment["CAPIBARA_API_KEY"] = key
         self._log = tempfile.TemporaryFile()
         self.proc = subprocess.Popen(command, env=environment, stdout=self._log, stderr=self._log)
         self._wait()
