@@ -37,7 +37,7 @@ def base_of(folder: str, base: str | None) -> str:
       base: the user's path, which overrides the adapter's.
 
     Raises:
-      UserError: it is neither here nor on the Hub.
+      UserError: it is neither here nor on the Hub, or an adapter itself.
     """
     named = base or fields.read(folder).get("base_model_name_or_path")
     try:
@@ -48,6 +48,11 @@ def base_of(folder: str, base: str | None) -> str:
         raise UserError(
             f"{folder} is an adapter of {named!r}, which is not here: name its folder with --base=PATH of convert, or as "
             f"base_model_name_or_path in {peft.CONFIG}"
+        )
+    if is_adapter(path):
+        raise UserError(
+            f"{folder} is an adapter of {path}, which is an adapter itself, must be of a model: merge that first, capibara "
+            f"convert --from={path} --to=NEW, and set base_model_name_or_path to NEW in {peft.CONFIG}"
         )
     return path
 

@@ -127,3 +127,44 @@ def test_a_base_that_is_not_here_is_named_by_every_verb(adapter, folder, tmp_pat
         assert error.startswith("error: ") and message in error
     with pytest.raises(UserError, match="lost"):
         cb.load(str(lost))
+
+
+@pytest.mark.parametrize("base", ["adapter", "itself"])
+def test_an_adapter_of_an_adapter_is_refused_by_name(adapter, folder, tmp_path, base):
+    upper = tmp_path / "upper"
+    shutil.copytree(adapter, upper)
+    lower = adapter if base == "adapter" else str(upper)
+    write(upper, json.loads((upper / "adapter_config.json").read_text()) | {"base_model_name_or_path": lower})
+    message = f"upper is an adapter of {lower}, which is an adapter itself, must be of a model: merge that first"
+    for call in (
+        lambda: cb.load(upper),
+        lambda: cb.convert(str(upper), f"{tmp_path}/new"),
+        lambda: cb.finetune(str(upper), f"{folder}/chats.jsonl", f"{tmp_path}/run", steps=1, batch_size=8, length=64),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
+
+
+def test_an_adapter_of_a_run_is_loaded_and_no_training_begins_from_it(adapter, folder, tmp_path):
+    of_run = tmp_path / "of_run"
+    shutil.copytree(adapter, of_run)
+    write(
+        of_run, json.loads((of_run / "adapter_config.json").read_text()) | {"base_model_name_or_path": f"{folder}/run"}
+    )
+    texts = [
+        cb.load(path).generate("river", max_new_tokens=8, temperature=0) for path in (of_run, adapter, f"{folder}/run")
+    ]
+    assert str(texts[0]) == str(texts[1]) != str(texts[2])
+    with pytest.raises(UserError, match="of_run is an adapter of the run .*/run, .*: merge it first, capibara convert"):
+        cb.finetune(str(of_run), f"{folder}/chats.jsonl", f"{tmp_path}/out", steps=1, batch_size=8, length=64)
+
+
+def test_adapters_are_added_with_their_scale(adapter, merged, folder):
+    base, result = (safetensors.numpy.load_file(f"{path}/model.safetensors") for path in (f"{folder}/hf", merged))
+    values = safetensors.numpy.load_file(f"{adapter}/adapter_model.safetensors")
+    for name, value in base.items():
+        expected = value
+        if "o_proj" in name:
+            a, b = (values[f"base_model.model.{name.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
+            expected = value + 8 / 4 * (b @ a)  # lora_alpha / r
+        np.testing.assert_allclose(result[name], expected, rtol=1e-5, atol=1e-5)

@@ -248,9 +248,18 @@ def loader(path: str, model: Model, merge: bool, *, dataset: Dataset) -> open_mo
     Args:
       path, model, merge: as in peft_runs.loader.
       dataset: of the run.
+
+    Raises:
+      UserError: as peft_runs.loader; or it is an adapter of a run.
     """
     from capibara.interop import peft_runs as runs
+    from capibara.training import run_folder
 
+    if runs.is_adapter(path) and run_folder.is_run(base := runs.base_of(path, None)):
+        raise UserError(
+            f"{path} is an adapter of the run {base}, from which no training begins: merge it first, capibara convert "
+            f"--from={path} --to=NEW, and begin from NEW"
+        )
     read = runs.loader(path, model, merge)
     _print(_other_tokenizer(path, read.base if isinstance(read, runs.Loader) else read, dataset))
     return read
