@@ -9,7 +9,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.data.text import json_lines
-from capibara.storage import outputs
+from capibara.storage import outputs, stores
 
 Data = Any  # paths, dicts, texts, or a table: see `write_data`
 
@@ -44,6 +44,10 @@ def write_data(records: Data, folder: str, name: str = "data") -> tuple[str, ...
         near = text[max(0, error.start - 20) : error.start]
         raise UserError(f"the data has a lone surrogate, half a character, after {near!r}: leave it out") from None
     path = os.path.join(folder, f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.jsonl")
+    if not stores.of(folder).has_local_paths:
+        raise UserError(
+            f"the data cannot be written into {folder}: name a run folder on this machine, or files as data"
+        )
     if not os.path.exists(path):
         os.makedirs(folder, exist_ok=True)
         outputs.save(path, text)

@@ -422,6 +422,15 @@ def test_every_kind_of_data_is_the_same_file(given, tmp_path):
     assert records(path) == ROWS and os.path.basename(path).startswith("data-")
 
 
+def test_records_are_written_on_this_machine_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match="the data cannot be written into gs://bucket/run/data: name a run folder on this"
+    ):
+        cb.write_data(ROWS, "gs://bucket/run/data")
+    assert not os.listdir()
+
+
 def test_values_of_numpy_and_missing_ones_of_pandas_are_written(tmp_path):
     frame = pandas.DataFrame(
         {"text": ["a", "b"], "score": [1.5, None], "when": pandas.to_datetime(["2026-01-02", None])}

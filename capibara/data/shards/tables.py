@@ -44,20 +44,32 @@ def _as_lines(name: str, folder: str, show: Show) -> str:
     if suffix in (".parquet", ".csv"):
         entries = stores.of(name).matching(name)
         if not entries:
-            raise UserError(f"{name} does not exist: name a file, a glob or a folder")
-        form, key = (_of_parquet if suffix == ".parquet" else _of_csv), repr(entries)
+            raise UserError(f"{name} does not exist: name a file, or a glob such as *{suffix}")
+        form, key = (_of_parquet if suffix == ".parquet" else _of_csv), " ".join(map(_version, entries))
         return _written(name, (row for entry in entries for row in form(entry)), key, folder, show)
     if (named := _named(name)) is None:
         return name
     show("reading", name)
     table = _of_hub(name, *named)
-    return _written(name, table, table._fingerprint, folder, show)
+    return _written(name, table, f"{name} {table._fingerprint}", folder, show)
+
+
+def _version(entry: Entry) -> str:
+    """What a file's content is known by; of files on this machine their bytes, since copies of a run have other times."""
+    if not stores.of(entry.url).has_local_paths:
+        return repr(entry)
+    with open(entry.url, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _written(name: str, rows: Iterable[Mapping[str, Any]], key: str, folder: str, show: Show) -> str:
     """The file with some rows: its name has a hash of the key, so that it is written once."""
+    if not stores.of(folder).has_local_paths:
+        raise UserError(
+            f"{name} cannot be written into {folder}: name a run folder on this machine, or JSON lines as data"
+        )
     readable = re.sub(r"[^\w.-]+", "-", name.rpartition("/")[2]).strip("-")
-    path = os.path.join(folder, f"{readable}-{hashlib.sha256(f'{name} {key}'.encode()).hexdigest()[:12]}.jsonl")
+    path = os.path.join(folder, f"{readable}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.jsonl")
     if os.path.exists(path):
         return path
     os.makedirs(folder, exist_ok=True)
@@ -76,12 +88,18 @@ def _written(name: str, rows: Iterable[Mapping[str, Any]], key: str, folder: str
 
 
 def _of_parquet(entry: Entry) -> Iterator[Mapping[str, Any]]:
-    rows = parquet.ParquetRows(block_bytes=1, columns=parquet.columns(entry))
+    names = parquet.columns(entry)
+    if len(set(names)) < len(names):
+        raise UserError(f"{entry.url} has the columns {limits.shortened(names)}, must have each name once: rename one")
+    rows = parquet.ParquetRows(block_bytes=1, columns=names)
     for start, stop in rows.blocks(entry):
         yield from (record for _, record in rows.records(entry, int(start), int(stop)) if isinstance(record, Mapping))
 
 
 def _of_csv(entry: Entry) -> Iterator[Mapping[str, str]]:
+    if not stores.of(entry.url).has_local_paths:
+        raise UserError(f"{entry.url} is not on this machine: copy it here, or write it as Parquet")
+    csv.field_size_limit(limits.LINE_BYTES)  # its own is 131,072, below the texts of books
     try:
         with open(entry.url, encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True)

@@ -28,7 +28,9 @@ def line(number: int, row: object) -> str:
     try:
         return json.dumps(retained, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
     except (TypeError, ValueError) as error:
-        raise UserError(f"record {number} of the data cannot be written as JSON ({limits.cause(error)})") from None
+        raise UserError(
+            f"record {number} of the data cannot be written as JSON ({limits.cause(error)}): leave it out, or make it a text"
+        ) from None
 
 
 def _plain(value: object) -> object:

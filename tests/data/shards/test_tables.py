@@ -16,8 +16,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.shards import tables
+from capibara.storage.store import Entry
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CARD = """---
@@ -67,6 +69,45 @@ def test_a_table_is_written_once_and_again_where_it_has_changed(tmp_path):
     path.write_text("prompt\nab\n")
     (second,) = tables.with_tables([str(path)], str(tmp_path / "out"))
     assert second != first and json.loads(open(second).read()) == {"prompt": "ab"}
+
+
+def test_a_copy_of_a_table_is_the_same_data(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("prompt\na\n")
+    (first,) = tables.with_tables([str(tmp_path / "a.csv")], str(tmp_path / "out"))
+    os.utime(tmp_path / "a.csv", (1, 1))
+    monkeypatch.chdir(tmp_path)
+    assert tables.with_tables(["a.csv"], str(tmp_path / "out")) == (first,)
+    (tmp_path / "a.csv").write_text("prompt\nb\n")  # as long, at the same time
+    os.utime(tmp_path / "a.csv", (1, 1))
+    assert rows("a.csv", tmp_path / "out") == [{"prompt": "b"}]
+
+
+def test_long_texts_of_csv_are_read_and_limited(tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("prompt\n" + "a" * 200_000 + "\n")
+    assert rows(tmp_path / "a.csv", tmp_path / "out") == [{"prompt": "a" * 200_000}]
+    monkeypatch.setattr(limits, "LINE_BYTES", 200_001)
+    (tmp_path / "a.csv").write_text("prompt\n" + "a" * 200_002 + "\n")
+    with pytest.raises(UserError, match="a.csv is no CSV file in UTF-8 .field larger than field limit .200001"):
+        rows(tmp_path / "a.csv", tmp_path / "out")
+
+
+def test_no_column_of_parquet_hides_another(tmp_path):
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    pyarrow.parquet.write_table(pyarrow.table(columns, names=["prompt", "prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="has the columns .*prompt.*, must have each name once: rename one"):
+        rows(tmp_path / "a.parquet", tmp_path / "out")
+
+
+def test_tables_are_written_on_this_machine_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("prompt\na\n")
+    with pytest.raises(UserError, match="a.csv cannot be written into gs://bucket/run/data: name a run folder on this"):
+        tables.with_tables(["a.csv"], "gs://bucket/run/data")
+    with pytest.raises(
+        UserError, match="gs://bucket/a.csv is not on this machine: copy it here, or write it as Parquet"
+    ):
+        list(tables._of_csv(Entry("gs://bucket/a.csv", 1, "1")))
+    assert os.listdir() == ["a.csv"]
 
 
 def test_what_is_no_table_stays(tmp_path, monkeypatch):
