@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.api.results import TrainingResult
 from capibara.cli.launching import trial_runs
 from capibara.config import written
-from capibara.core import extras
+from capibara.core import devices, extras
 from capibara.core.types import Dataclass, TryAgain, UserError
 from capibara.jobs.sweeps import results
 from capibara.jobs.sweeps import space as spaces
@@ -83,7 +83,7 @@ class SweepResult:
 def sweep(
     trainer: Trainer,
     vary: Mapping[str, str | Sequence[object]],
-    out: str,
+    out: str | os.PathLike[str],
     *,
     others: Sequence[Dataclass] = (),
     parallel: int = 1,
@@ -113,12 +113,14 @@ def sweep(
         raise UserError(
             f"cb.sweep is given a {type(trainer).__name__}, must be given a cb.Trainer: cb.sweep(cb.Trainer(...), ...)"
         )
+    _check_start(out, parallel, emulate)
     if names := written.unnamed(trainer, *others):
         raise UserError(
             f"{names[0]} is of this script, and the processes of the trials cannot import it: define it in a module"
         )
     text = written.text_of(trainer, *others)
-    folder = Folder(os.path.abspath(os.path.expanduser(out)) if "://" not in out else out)
+    path = os.fspath(out)
+    folder = Folder(os.path.abspath(os.path.expanduser(path)) if "://" not in path else path)
     study = Study(folder, _described(vary, options))
     modules = trial_runs.check_trials(study, (), text.split("\n"), ())
     files = trial_runs.digest(modules, text)
@@ -134,6 +136,18 @@ def sweep(
     with launcher, contextlib.suppress(KeyboardInterrupt):
         study.run(launcher, parallel=parallel, poll_s=_POLL_S, retry_failed=retry_failed)
     return SweepResult(str(folder))
+
+
+def _check_start(out: object, parallel: object, emulate: object) -> None:
+    """Raises UserError for arguments of `sweep` with which no trial could be started."""
+    if not isinstance(out, str | os.PathLike) or not os.fspath(out):
+        raise UserError(f"out is {out!r}, must be the path of a folder: try 'sweeps/mine'")
+    if type(parallel) is not int or parallel < 1:
+        raise UserError(f"parallel is {parallel!r}, must be a number of trials, at least 1")
+    if emulate is not None and (type(emulate) is not int or not 1 <= emulate <= devices.MOST_EMULATED):
+        raise UserError(
+            f"emulate is {emulate!r}, must be a number of devices from 1 to {devices.MOST_EMULATED}, or None"
+        )
 
 
 def _described(vary: Mapping[str, str | Sequence[object]], options: Mapping[str, Any]) -> Sweep:

@@ -12,6 +12,8 @@ import jax
 from capibara.core import allocator
 from capibara.core.types import UserError
 
+MOST_EMULATED = 64
+
 
 def start(device_count: int | None = None) -> None:
     """Prepares JAX for a verb that computes; call it before JAX is first used.
@@ -29,8 +31,8 @@ def start(device_count: int | None = None) -> None:
 
 def emulate(device_count: int) -> None:
     """Makes this process run on `device_count` emulated CPU devices. Call it before JAX is first used."""
-    if not 1 <= device_count <= 64:
-        raise UserError(f"--emulate is {device_count}, must be from 1 to 64")
+    if not 1 <= device_count <= MOST_EMULATED:
+        raise UserError(f"--emulate is {device_count}, must be from 1 to {MOST_EMULATED}")
     os.environ["JAX_PLATFORMS"] = "cpu"
     allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")

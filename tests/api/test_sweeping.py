@@ -60,13 +60,19 @@ def stub(monkeypatch):
 
 
 def test_every_value_of_lists_is_tried_and_the_best_is_found(run, stub, tmp_path, capsys):
-    sweep = cb.sweep(run, RATES, f"{tmp_path}/sweep", parallel=3)
+    sweep = cb.sweep(run, RATES, tmp_path / "sweep", parallel=3)
     assert [trial.bindings["Schedule.learning_rate"] for trial in sweep.trials] == ["0.1", "0.01", "0.001"]
     assert sweep.best.value == 10.0 and sweep.best_run.folder == sweep.best.model_dir
     assert sweep.best_run.history == [{"step": 1, "eval_loss": 10.0}]
     frame = sweep.frame()
     assert list(frame["eval/loss"]) == [10.0, 100.0, 1000.0] and list(frame["Schedule.learning_rate"])[0] == 0.1
     assert "0.01" in str(sweep) and "done" in str(sweep)
+
+
+def test_what_has_no_effect_is_refused_where_the_first_trial_cannot_run(run, tmp_path):
+    vary = {"DecoderConfig.num_layers": [-1, 1, 2], "other/Schedule.learning_rate": [1e-3, 1e-2]}
+    with pytest.raises(UserError, match="other/Schedule.learning_rate has no effect on the run"):
+        cb.sweep(run, vary, f"{tmp_path}/sweep")
 
 
 def test_it_is_resumed_and_another_sweep_is_refused(run, stub, tmp_path):
@@ -93,6 +99,8 @@ def test_it_is_resumed_and_another_sweep_is_refused(run, stub, tmp_path):
         ({"Schedule.learning_rate": "log(1e-4, 1e-2)"}, {}, "trials"),
         (RATES, {"serch": "grid"}, "no option 'serch'"),
         (RATES, {"metric": "eval/los"}, "is not reported"),
+        (RATES, {"parallel": "2"}, "parallel is '2', must be a number of trials, at least 1"),
+        (RATES, {"emulate": 0}, "emulate is 0, must be a number of devices from 1 to 64, or None"),
     ],
 )
 def test_what_cannot_be_swept_is_refused_before_anything_is_written(run, tmp_path, vary, options, message):
@@ -125,6 +133,12 @@ def test_interrupted_it_returns_what_it_has(run, stub, tmp_path, monkeypatch):
 def test_a_run_is_a_trainer(tmp_path):
     with pytest.raises(UserError, match="must be given a cb.Trainer"):
         cb.sweep("quickstart.gin", RATES, f"{tmp_path}/sweep")
+
+
+@pytest.mark.parametrize("out", [3, None, ""])
+def test_a_sweep_has_a_folder(run, out):
+    with pytest.raises(UserError, match="out is .*, must be the path of a folder"):
+        cb.sweep(run, RATES, out)
 
 
 def test_trials_train(run, tmp_path):

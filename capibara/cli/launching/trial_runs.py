@@ -25,6 +25,7 @@ EVALUATED = ("loss", "perplexity", "token_accuracy", "bits_per_byte", "tokens") 
 _TRAINED = ("loss", "token_accuracy", "grad_norm", "learning_rate", "tokens_per_s", "step_s", "mfu")  # some of them
 Source = tuple[Sequence[str], Sequence[str], Sequence[str]]  # Gin files, bindings, search paths
 _CHECKED = 8  # trials whose configuration is built before anything starts
+_QUANTILES = (0.0, 0.99, 0.5)  # of the values that are compared; no run may have one of them
 
 
 def check_trials(
@@ -42,6 +43,7 @@ def check_trials(
 
     search.stopper_of(study.sweep, [])  # what it needs may not be installed
     mistakes: list[UserError] = []
+    valid: list[Trial] = []
     trials = study.first_trials(_CHECKED)
     shipped = config.search_folders()[-1].resolve()
     paths: list[pathlib.Path] = []
@@ -55,10 +57,11 @@ def check_trials(
             mistakes.append(error)
             continue
         _check_metric(study.sweep.metric, trainer)
-    if len(mistakes) == len(trials):
+        valid.append(trial)
+    if not valid:
         raise mistakes[0]
     for parameter in study.sweep.space:
-        _check_effect(parameter, trials[0], (gin_files, bindings, search_paths))
+        _check_effect(parameter, valid[0], (gin_files, bindings, search_paths))
     return paths
 
 
@@ -73,18 +76,18 @@ def _parts() -> dict[str, Any]:
 
 
 def _check_effect(parameter: Parameter, trial: Trial, source: Source) -> None:
-    """Raises UserError if two values of a parameter make the same run, such as those of a scope that nothing is built in."""
+    """Raises UserError if all values of a parameter make the same run, such as those of a scope that nothing is built in."""
     gin_files, bindings, search_paths = source
     runs = []
-    for quantile in (0.0, 0.99) if parameter.size != 1 else ():
-        values = {**trial.bindings, parameter.name: parameter.sample(quantile)}
-        statements = [f"{name} = {value}" for name, value in values.items()]
-        try:
+    for value in dict.fromkeys(map(parameter.sample, _QUANTILES)):
+        values = {**trial.bindings, parameter.name: value}
+        statements = [f"{name} = {text}" for name, text in values.items()]
+        with contextlib.suppress(UserError):  # a combination that no run can have
             pretrained.parse(gin_files, [*bindings, *statements], search_paths, pretrained.UNKNOWN_DTYPE)
             runs.append(_parts())
-        except UserError:  # a combination that no run can have
+        if len(runs) > 1 and runs[-1] != runs[0]:
             return
-    if runs and runs[0] == runs[1]:
+    if len(runs) > 1:
         raise UserError(
             f"{parameter.name} has no effect on the run: all its values train the same; vary another binding"
         )
