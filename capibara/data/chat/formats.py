@@ -22,20 +22,8 @@ _ROLES = {
     **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
     "system": "system",
 }
+_PART_KEYS = ("type", "text", "cache_control", "annotations", "citations", "index", "id")  # which change no text
 # Keys of an assistant's reasoning in data sets; templates read the first or the second.
-_OF_PARTS = (
-    "type",
-    "text",
-    "cache_control",
-    "annotations",
-    "citations",
-    "index",
-    "id",
-    "image_url",
-    "image",
-    "audio",
-    "video",
-)
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -343,7 +331,7 @@ def _content(value: object, where: str, calls: bool, role: str) -> str:
 
 def _check_parts(parts: list[Mapping[str, Any]], where: str) -> None:
     """Raises UserError for a key of a part that a template could read, as TranslateGemma's does: templates get the text alone."""
-    others = {key: item for part in parts for key, item in part.items() if key not in _OF_PARTS and item is not None}
+    others = {key: item for part in parts for key, item in part.items() if key not in _PART_KEYS and item is not None}
     if others:
         key, item = next(iter(others.items()))
         raise UserError(

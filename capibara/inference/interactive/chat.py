@@ -56,8 +56,8 @@ class Chat:
         *before, last = conversation.messages
         mark = secrets.token_hex(8)
         marked = conversation._replace(messages=[*before, {**last, "content": f"{last['content']}{mark}"}])
-        text, found, _ = self.template.render(marked, where).text.rpartition(mark)
-        if not found:
+        text, is_there, _ = self.template.render(marked, where).text.rpartition(mark)
+        if not is_there:
             raise UserError(
                 f"{where}: the chat template does not write the last message as it is: nothing can follow it"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import anthropic
 import openai
 import pytest
 
@@ -40,6 +41,10 @@ def test_an_echo_has_the_message_before_the_answer(complete):
     plain = complete(BEGUN, **CONTINUE).choices[0].message.content
     assert complete(BEGUN, **CONTINUE, echo=True).choices[0].message.content == f"In Oslo it is{plain}"
     assert complete(HELLO, echo=True).choices[0].message.content == plain  # it is the user's
+    parts = [{"type": "text", "text": "In Oslo "}, {"type": "text", "text": "it is"}]
+    begun = [*HELLO, {"role": "assistant", "content": parts}]
+    answers = complete(begun, **CONTINUE, echo=True, n=2).choices
+    assert [answer.message.content for answer in answers] == [f"In Oslo it is{plain}"] * 2
     chunks = [chunk.choices[0].delta.content or "" for chunk in complete(BEGUN, stream=True, **CONTINUE, echo=True)]
     assert "".join(chunks) == f"In Oslo it is{plain}" and chunks[1] == "In Oslo it is"
 
@@ -79,6 +84,28 @@ def test_anthropics_last_message_of_the_assistant_begins_the_answer(claude, prom
     assert prompts[-1].endswith("<|im_start|>assistant: In Oslo it is")
     claude.messages.create(model="tiny", max_tokens=20, messages=HELLO)
     assert prompts[-1].endswith("Weather in Oslo?assistant: ")
+
+
+@pytest.mark.parametrize(
+    "content, thinks, message",
+    [
+        ("", False, "messages.1. has no text that the answer could continue: leave it out"),
+        ([{"type": "thinking", "thinking": "a", "signature": ""}], False, "messages.1. has no text that the answer"),
+        ("It is", True, "messages.1. begins the answer, before which a thought belongs"),
+    ],
+)
+def test_anthropics_answers_that_cannot_be_continued_are_refused(claude, content, thinks, message):  # noqa: F811
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    thinking = {"type": "enabled", "budget_tokens": 1024} if thinks else {"type": "disabled"}
+    with pytest.raises(anthropic.BadRequestError, match=message):
+        claude.messages.create(model="tiny", max_tokens=2000, messages=messages, thinking=thinking)
+
+
+def test_anthropics_answer_is_continued_after_its_thought(claude, prompts):  # noqa: F811
+    blocks = [{"type": "thinking", "thinking": "So.", "signature": ""}, {"type": "text", "text": "It is"}]
+    messages, thinking = [*HELLO, {"role": "assistant", "content": blocks}], {"type": "enabled", "budget_tokens": 1024}
+    claude.messages.create(model="tiny", max_tokens=1500, messages=messages, thinking=thinking)
+    assert prompts[-1].endswith("<think>So.</think>It is")
 
 
 def test_a_template_that_does_not_write_the_message_cannot_be_continued(tmp_path):
@@ -134,6 +161,8 @@ def test_a_key_of_a_part_that_the_template_would_not_get_is_refused(complete):
     assert complete([{"role": "user", "content": [part]}]).choices
     with pytest.raises(openai.BadRequestError, match="a part of the content has .*source_lang_code.* = .*en"):
         complete([{"role": "user", "content": [part | {"source_lang_code": "en"}]}])
+    with pytest.raises(openai.BadRequestError, match="a part of the content has .*image_url.* = .*cat"):
+        complete([{"role": "user", "content": [part | {"image_url": "cat.png"}]}])
 
 
 def test_tokens_are_named_by_their_ids_where_that_is_asked_for(running, complete, chat):  # noqa: F811

@@ -151,8 +151,20 @@ def _chat(request: CountRequest, options: Json) -> ChatRequest:
     choice = _chat_choice(_read_choice(request.tool_choice))
     values = {"model": request.model, "messages": messages, "tools": tools, "tool_choice": choice}
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):  # the beginning of the answer
+        _check_continued(request, messages[-1])
         values |= {"continue_final_message": True, "add_generation_prompt": False}
     return ChatRequest.model_validate(values | options | {"parallel_tool_calls": parallel(request)})
+
+
+def _check_continued(request: CountRequest, last: Json) -> None:
+    """Raises Refusal unless an answer can go on where the last message ends."""
+    where = f"messages[{len(request.messages) - 1}]"
+    if not last["content"]:
+        raise _invalid(f"{where} has no text that the answer could continue: leave it out")
+    if request.thinking is not None and request.thinking.type == "enabled" and "reasoning_content" not in last:
+        raise _invalid(
+            f"{where} begins the answer, before which a thought belongs (thinking.type = 'enabled'): leave one of them out"
+        )
 
 
 def _read_choice(value: Any) -> _Choice | None:

@@ -259,7 +259,7 @@ class ChatReply(OpenAiReply):
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
         answer = self._answers[index]
         finish = _CALLED.get(finish, finish) if answer.message.calls else finish
-        message = self._told(answer.message.whole())
+        message = self._without_thoughts(answer.message.whole())
         if self._asked.echoed:
             message["content"] = self._asked.echoed + (message.get("content") or "")
         extra = {"token_ids": _ids(pieces)} if self._asked.return_token_ids else {}
@@ -267,15 +267,15 @@ class ChatReply(OpenAiReply):
             "index": index, "finish_reason": finish, "message": message, "logprobs": self._logprobs(pieces),
         } | extra  # fmt: skip
 
-    def _told(self, part: Json) -> Json:
-        """A message or a delta, without thoughts if the request does not want them."""
+    def _without_thoughts(self, part: Json) -> Json:
+        """A message or a delta, without its thoughts if the request does not ask for them."""
         if self._asked.include_reasoning is not False:
             return part
         return {name: value for name, value in part.items() if name not in REASONING_KEYS}
 
     def piece(self, index: int, piece: Piece) -> list[Json]:
         self._written += piece.token is not None
-        delta = self._told(self._answers[index].add(piece))
+        delta = self._without_thoughts(self._answers[index].add(piece))
         if not delta and not self._shows(piece):
             return []
         chunk = self._chunk(index, "", [piece], None)
@@ -284,7 +284,7 @@ class ChatReply(OpenAiReply):
 
     def end(self, index: int, completion: Completion) -> list[Json]:
         answer = self._answers[index]
-        delta = self._told(answer.close())
+        delta = self._without_thoughts(answer.close())
         finish = str(completion.finish)
         chunk = self._chunk(index, "", [], _CALLED.get(finish, finish) if answer.message.calls else finish)
         chunk["choices"][0]["delta"] = delta

@@ -1,7 +1,8 @@
 """Bodies of OpenAI's completions and chat API: parameters, their types, and what is refused.
 
-Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, include_reasoning, echo of chats, top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
-return_token_ids, return_tokens_as_token_ids, truncate_prompt_tokens, truncation_side, structured_outputs and guided_*; thinking_tokens as in `Sampling`.
+Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, echo of chats,
+guided_*, ignore_eos, include_reasoning, min_p, min_tokens, prompt_logprobs, repetition_penalty, return_token_ids,
+return_tokens_as_token_ids, stop_token_ids, structured_outputs, top_k, truncate_prompt_tokens and truncation_side; thinking_tokens as in `Sampling`.
 """
 
 from __future__ import annotations
@@ -201,7 +202,9 @@ class ChatRequest(ApiRequest):
         """The content of the last message, where it is the assistant's and `echo` asks for it before the answer."""
         last = self.messages[-1]
         content = last.get("content") if isinstance(last, dict) and last.get("role") == "assistant" else None
-        return content if self.echo and isinstance(content, str) else ""
+        if isinstance(content, list):  # of texts: others are refused before the answer
+            content = "".join(part["text"] for part in content)
+        return content or "" if self.echo else ""
 
     @property
     def longest(self) -> tuple[str, int | None]:
