@@ -20,6 +20,7 @@ from capibara import config
 from capibara.cli import finetune as verb
 from capibara.cli import infer, plan, prepare
 from capibara.cli import train as train_verb
+from capibara.core.types import UserError
 from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
 
