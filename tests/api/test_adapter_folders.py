@@ -129,6 +129,16 @@ def test_a_base_that_is_not_here_is_named_by_every_verb(adapter, folder, tmp_pat
         cb.load(str(lost))
 
 
+def test_an_own_tokenizer_without_rows_in_the_model_is_refused(adapter, folder, tmp_path):
+    upper = tmp_path / "upper"
+    shutil.copytree(adapter, upper)
+    tokenizer = json.loads(pathlib.Path(folder, "hf", "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"new{i}": i for i in range(260, 266)}
+    (upper / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="upper: its tokenizer has ids up to 265, its model rows for ids up to 263"):
+        cb.load(upper)
+
+
 @pytest.mark.parametrize("base", ["adapter", "itself"])
 def test_an_adapter_of_an_adapter_is_refused_by_name(adapter, folder, tmp_path, base):
     upper = tmp_path / "upper"

@@ -10,8 +10,10 @@ import pytest
 
 import capibara as cb
 from capibara import config
+from capibara.api import sweeping
 from capibara.cli import launch
-from capibara.core.types import UserError
+from capibara.cli.launching import trial_runs
+from capibara.core.types import TryAgain, UserError
 from capibara.jobs.sweeps.local import LocalLauncher
 from capibara.multihost import exits
 
@@ -128,6 +130,23 @@ def test_interrupted_it_returns_what_it_has(run, stub, tmp_path, monkeypatch):
     assert sweep.best is None and [str(trial.state) for trial in sweep.trials] == ["running"]
     with pytest.raises(UserError, match="no trial of .* has ended well"):
         _ = sweep.best_run
+
+
+def test_no_trial_starts_when_a_module_has_changed(run, tmp_path, monkeypatch):
+    checks = []
+
+    class Recorder(LocalLauncher):
+        def __init__(self, *args, check, **options):
+            checks.append(check)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweeping, "LocalLauncher", Recorder)
+    with pytest.raises(KeyboardInterrupt):
+        cb.sweep(run, RATES, f"{tmp_path}/sweep")
+    checks[0]()
+    monkeypatch.setattr(trial_runs, "digest", lambda *_: "other")
+    with pytest.raises(TryAgain, match="its modules have changed since the sweep began"):
+        checks[0]()
 
 
 def test_a_run_is_a_trainer(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import tied
+from capibara.interop.hf import tables, tied
 
 CONFIG = {
     "architectures": ["MT5ForConditionalGeneration"], "model_type": "mt5", "vocab_size": 8, "d_model": 4, "d_kv": 2,
@@ -34,6 +34,11 @@ def test_it_is_written_as_itself(head, scale):
     written = hf_config.to_hf(config, CONFIG)
     assert written["model_type"] == "mt5" and written["tie_word_embeddings"] == (head == "tied")
     assert hf_config.from_hf(written) == config and (head != "tied" or config.head_scale == scale)
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_the_embedding_is_read_by_each_of_its_names(side):
+    assert tables.fixed_aliases("mt5")[f"{side}.embed_tokens.weight"] == "shared.weight"
 
 
 def test_a_scaled_head_is_no_mt5():

@@ -156,6 +156,12 @@ def test_the_planner_knows_the_bytes_of_both_halves(make_trainer, train):
         workload.check_ordinary(trainer)
 
 
+def test_stale_answers_need_importance_weights(make_trainer):
+    with pytest.raises(UserError, match="Grpo.importance_cap is None, and answers of up to 1 steps ago"):
+        make_trainer(APART | {"importance_cap": None})
+    make_trainer(APART | {"importance_cap": None, "max_staleness": 0})
+
+
 def test_an_error_of_a_reward_ends_the_run(make_trainer, train):
     calls = []
 

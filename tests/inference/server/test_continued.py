@@ -13,6 +13,9 @@ from capibara.inference.engine.engine import Engine
 from tests.inference.server.test_other_apis import HELLO, TEMPLATE, chat, claude, prompts, running  # noqa: F401
 
 BEGUN = [*HELLO, {"role": "assistant", "content": "In Oslo it is"}]
+WEATHER = {"name": "weather", "arguments": "{}"}
+CALLED = {"role": "assistant", "content": "I look.", "tool_calls": [{"type": "function", "function": WEATHER}]}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CONTINUE = {"add_generation_prompt": False, "continue_final_message": True}
 
 
@@ -55,6 +58,8 @@ def test_an_echo_has_the_message_before_the_answer(complete):
         (BEGUN, {"continue_final_message": True}, "continue_final_message needs add_generation_prompt = false"),
         (HELLO, CONTINUE, "continue_final_message needs a last message of the assistant with a text"),
         ([*HELLO, {"role": "assistant", "content": ""}], CONTINUE, "needs a last message of the assistant with a text"),
+        ([*HELLO, CALLED], CONTINUE, "needs a last message of the assistant with a text and no tool calls"),
+        (BEGUN, {"echo": True, "stream": True, "tools": [TOOL]}, "echo is not available in a stream with tools"),
         (BEGUN, {"use_beam_search": True}, "use_beam_search is not supported"),
         (BEGUN, {"bad_words": ["no"]}, "bad_words is not supported"),
         (BEGUN, {"skip_special_tokens": False}, "skip_special_tokens is not supported"),
@@ -101,6 +106,13 @@ def test_anthropics_answers_that_cannot_be_continued_are_refused(claude, content
         claude.messages.create(model="tiny", max_tokens=2000, messages=messages, thinking=thinking)
 
 
+def test_after_a_call_of_anthropics_a_new_answer_begins(claude, prompts):  # noqa: F811
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    messages = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]}]
+    claude.messages.create(model="tiny", max_tokens=20, messages=messages)
+    assert prompts[-1].endswith("</tool_call>assistant: ")
+
+
 def test_anthropics_answer_is_continued_after_its_thought(claude, prompts):  # noqa: F811
     blocks = [{"type": "thinking", "thinking": "So.", "signature": ""}, {"type": "text", "text": "It is"}]
     messages, thinking = [*HELLO, {"role": "assistant", "content": blocks}], {"type": "enabled", "budget_tokens": 1024}
@@ -142,13 +154,23 @@ def test_a_prompt_without_tokens_is_refused(running):  # noqa: F811
         )
 
 
-def test_thoughts_are_left_out_where_they_are_not_wanted(complete):
+def test_thoughts_are_left_out_where_they_are_not_wanted(complete, running):  # noqa: F811
     whole = complete(HELLO).choices[0].message
     assert whole.reasoning_content == whole.reasoning == "I look."
     assert not hasattr(complete(HELLO, include_reasoning=False).choices[0].message, "reasoning_content")
     chunks = [chunk.choices[0].delta for chunk in complete(HELLO, stream=True, include_reasoning=False)]
     assert not any(hasattr(delta, name) for delta in chunks for name in ("reasoning", "reasoning_content"))
     assert "".join(delta.content or "" for delta in chunks) == whole.content
+    cut = running.client().chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_tokens=len("<think>I look.</"),
+        stream=True,
+        extra_body={"include_reasoning": False},
+    )
+    assert not any(
+        hasattr(chunk.choices[0].delta, "reasoning") for chunk in cut
+    )  # what waited for the tag's end neither
 
 
 def test_all_tokens_without_a_row_are_named(complete):
