@@ -19,6 +19,7 @@ from capibara.planner.report import report
 from capibara.strategies.ahead import AheadDrawer
 from capibara.strategies.rollouts import Rollouts
 from capibara.training.base.options import Evaluation
+from capibara.training.feed import BatchFeed
 from capibara.training.recovery import Recovery
 from capibara.training.stability.anomalies import Anomalies
 from tests.strategies.test_grpo import make_trainer, same, train
@@ -52,8 +53,17 @@ def draws(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"updates": 2, "kl": 0.1}], ids=["plain", "updates"])
-def test_without_staleness_losses_and_parameters_are_those_of_drawing_in_turn(make_trainer, train, draws, options):
-    evaluation = Evaluation(every=2)
+def test_without_staleness_losses_and_parameters_are_those_of_drawing_in_turn(
+    make_trainer, train, draws, options, monkeypatch
+):
+    evaluation, positions, next_batch = Evaluation(every=2), [], BatchFeed.next_batch
+
+    def recorded(self, step, params):
+        batch = next_batch(self, step, params)
+        positions.append(self.position)  # of the data, which a roll-back goes past
+        return batch
+
+    monkeypatch.setattr(BatchFeed, "next_batch", recorded)
     turns = train(make_trainer(options, steps=3, evaluation=evaluation, model_dir=make_trainer().model_dir + "_turns"))
     apart = train(make_trainer(options | APART | {"max_staleness": 0}, steps=3, evaluation=evaluation), devices=4)
     assert draws == ({1: 0, 3: 2} if options else {1: 0, 2: 1, 3: 2})
@@ -61,6 +71,7 @@ def test_without_staleness_losses_and_parameters_are_those_of_drawing_in_turn(ma
         same(batch, apart.batches[step])
         assert turns.metrics[step]["loss"] == apart.metrics[step]["loss"]
     same(turns.state, apart.state)
+    assert positions[:3] == positions[3:] and len(positions) == 6
     assert turns.evaluations == apart.evaluations and [*turns.evaluations] == [2, 3]
     assert apart.metrics[3]["staleness"] == apart.metrics[3]["staleness_max"] == 0
 
