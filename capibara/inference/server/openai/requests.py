@@ -2,7 +2,8 @@
 
 Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, echo of chats,
 guided_*, ignore_eos, include_reasoning, min_p, min_tokens, prompt_logprobs, repetition_penalty, return_token_ids,
-return_tokens_as_token_ids, stop_token_ids, structured_outputs, top_k, truncate_prompt_tokens and truncation_side; thinking_tokens as in `Sampling`.
+return_tokens_as_token_ids, stop_token_ids, structured_outputs, top_k, truncate_prompt_tokens and truncation_side;
+thinking_tokens as in `Sampling`.
 """
 
 from __future__ import annotations
