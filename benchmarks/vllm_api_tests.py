@@ -46,6 +46,7 @@ _TEMPLATE = "of the named model's chat template or tokens"
 _CHUNK = "the finish reason has a chunk of its own, as OpenAI's"
 _WORDS = "refused as it should be, in other words than vLLM's"
 _FLAG = "of a flag of vLLM's server"
+_IDS = "a stream has no prompt_token_ids, and token_ids have no end token"
 _PATH = "of an endpoint that only vLLM has"
 OTHER = {
     "test_models::test_check_models": "adapters have no path of this machine as their root",
@@ -64,12 +65,28 @@ OTHER = {
     "test_chat::test_invocations": _PATH,
     "test_chat_completion::test_per_request_metrics_non_streaming": _FLAG,
     "test_chat_completion::test_per_request_metrics_on_final_usage_chunk": _FLAG,
+    "test_chat_logit_bias_validation::test_chat_logit_bias_valid": "needs the named model's files",
+    "test_chat_logit_bias_validation::test_chat_logit_bias_invalid": "needs the named model's files",
     "test_chat_echo::test_chat_session_with_echo_and_continue_final_message": _MODEL,
     "test_include_reasoning::test_include_reasoning_true_non_streaming": _MODEL,
     "test_include_reasoning::test_include_reasoning_true_streaming": _MODEL,
     "test_include_reasoning::test_default_includes_reasoning": _MODEL,
     "test_include_reasoning::test_reasoning_tokens_in_usage": _MODEL,
     "test_root_path::test_chat_session_root_path_with_api_key": _FLAG,
+    "test_return_tokens_as_ids::test_completion_return_tokens_as_token_ids_completion": _FLAG,
+    "test_return_tokens_as_ids::test_chat_return_tokens_as_token_ids_completion": _FLAG,
+    "test_return_token_ids::test_chat_completion_with_tool_use": _MODEL,
+    "test_return_token_ids::test_comparison_with_prompt_logprobs_and_logprobs": _IDS,
+    "test_return_token_ids::test_chat_completion_with_emoji_and_token_ids": _IDS,
+    "test_simple::test_reasoning_item": _MODEL,
+    "test_simple::test_streaming_reasoning_tokens_e2e": _MODEL,
+    "test_simple::test_non_streaming_reasoning_tokens_e2e": _MODEL,
+    "test_simple::test_max_tokens": _MODEL,
+    "test_basic::test_show_version": "the version is capibara's",
+    "test_basic::test_request_cancellation": "of the named model's length",
+    "test_basic::test_server_load": _PATH,
+    "test_messages::test_anthropic_tool_call": _MODEL,
+    "test_messages::test_anthropic_streaming_cache_usage": "tokens that a request adds to the prefix cache are not counted",
     "test_tokenization::test_tokenizer_info_basic": _PATH,
     "test_tokenization::test_tokenizer_info_schema": _PATH,
     "test_tokenization::test_tokenizer_info_consistency_with_tokenize": _PATH,
