@@ -188,6 +188,10 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(tie_word_embeddings=True),
     "qwen3_next": RMS | DELTA | SHARED | dict(model_type="qwen3_next"),
     "qwen3_5": RMS | DELTA | dict(model_type="qwen3_5_text", tie_word_embeddings=True),
+    # Two pairs: those that height and width would turn are turned by time too.
+    "qwen3_5_two_pairs": RMS
+    | DELTA
+    | dict(model_type="qwen3_5_text", rope_parameters=rope(theta=10.0, partial_rotary_factor=0.25)),
     "qwen3_5_moe": RMS | DELTA | SHARED | dict(model_type="qwen3_5_moe_text"),
     "jamba": JAMBA | FEW | dict(expert_layer_period=2, expert_layer_offset=1),
     "jamba_dense": JAMBA | dict(num_experts=1, tie_word_embeddings=True),

@@ -37,7 +37,7 @@ RECORDED = HERE / "gguf_families.json"
 COUNT = 48
 # Seeds of prompts after which llama.cpp does not generate its end token.
 SEEDS = {"jamba": 1, "glm4_moe": 2, "qwen3_next": 1, "granitemoehybrid_dense": 1, "hunyuan_v1_moe": 1, "minimax_m2": 1}
-SEEDS |= {"deepseek_v3": 1}
+SEEDS |= {"deepseek_v3": 1, "qwen3_5_two_pairs": 3}
 
 
 def prompt(name: str) -> list[int]:

@@ -112,9 +112,12 @@ def _one_size(fields: Fields, values: Metadata, shapes: Shapes) -> dict[str, Any
 
 
 def _sections(config: DecoderConfig) -> dict[str, Any]:
-    """Pairs that are turned by time, height and width; of text all have the same position."""
+    """How many pairs are turned by time, height and width, which take turns; of text all have the same position.
+
+    A pair beyond its kind's count would be turned by a fourth position, which is 0 for text.
+    """
     pairs = config.rope.rotated_dims(config.head_size) // 2
-    return {"rope.dimension_sections": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0]}
+    return {"rope.dimension_sections": [*((pairs + rest) // 3 for rest in (2, 1, 0)), 0]}
 
 
 _QWEN_NEXT = Family(
