@@ -173,7 +173,7 @@ def test_vectors_with_a_dimension_of_one_are_vectors(tmp_path):
 
 # Case, changed metadata, and what is said of them.
 FOREIGN = [
-    ("granite", {"residual_scale": "x"}, "must be float, not str"),
+    ("granite", {"residual_scale": "x"}, "granite.residual_scale is 'x', must be a finite number"),
     ("olmo", {"attention.layer_norm_epsilon": 1e-6}, "olmo.attention.layer_norm_epsilon is 1e-06, must be 1e-05"),
     ("seed_oss", {"logit_scale": 0.5}, "seed_oss.logit_scale is 0.5, seed_oss models here have none"),
     ("seed_oss", {"rope.dimension_count": 8}, "seed_oss.rope.dimension_count is 8, seed_oss models rotate whole heads"),
@@ -188,6 +188,25 @@ FOREIGN = [
     ("deepseek_v2", {"rope.scaling.factor": 2.0}, "deepseek2.rope.scaling.type is linear, must be none or yarn"),
     ("deepseek_v3", {"rope.scaling.yarn_log_multiplier": None}, "yarn_log_multiplier is None, must be above 0"),
     ("mamba2", {"ssm.group_count": None}, "the file has no mamba2.ssm.group_count"),
+    ("mamba2", {"ssm.inner_size": 65}, "mamba2.ssm.inner_size is 65, must be 64 by the rest of the file"),
+    ("mamba2", {"ssm.time_step_rank": 0}, "mamba2.ssm.time_step_rank is 0, must be 1 to 320 by the tensors"),
+    ("jamba", {"ssm.inner_size": 32}, "jamba.ssm.inner_size is 32, must be 64 by the rest of the file"),
+    ("jamba", {"attention.head_count_kv": [0, 2]}, "must be one number, or one for each of 6 layers"),
+    ("qwen3_next", {"attention.recurrent_layers": [True]}, "must be a list with one entry for each of 4 layers, true or"),
+    ("qwen3_5", {"rope.dimension_sections": [2, 1, 0, 1]}, r"dimension_sections is \[2, 1, 0, 1\], must be \[2, 1, 1, 0\] by"),
+    ("granite", {"attention.key_length": 2**31 - 1}, "granite.attention.key_length is 2147483647, must be 0 to 320 by the"),
+    ("granite", {"attention.value_length": 8}, "granite.attention.value_length is 8, must be 16 by the rest of the file"),
+    ("granite", {"logit_scale": 0.0}, "granite.logit_scale is 0, must be another number"),
+    ("granite", {"attention.scale": float("nan")}, "granite.attention.scale is nan, must be a finite number"),
+    ("olmo2", {"rope.freq_base": -1.0}, "olmo2.rope.freq_base is -1.0, must be above 0"),
+    ("olmo2", {"context_length": None}, "the file has no olmo2.context_length"),
+    ("olmo2", {"embedding_length": 0}, "olmo2.embedding_length is 0, must be 1 to 320 by the tensors of the file"),
+    ("olmo2", {"expert_used_count": 2}, "olmo2.expert_used_count is 2, must be 0 without experts"),
+    ("olmo2", {"expert_feed_forward_length": 32}, "expert_feed_forward_length is 32, olmo2 models here have none"),
+    ("olmo2", {"vocab_size": "x"}, "olmo2.vocab_size is 'x', must be 0 or more"),
+    ("glm4_moe", {"expert_used_count": None}, "the file has no glm4moe.expert_used_count"),
+    ("cohere2", {"attention.sliding_window_pattern": ["x"] * 4}, "must be a list with one entry for each of 4 layers"),
+    ("cohere2", {"attention.sliding_window": [8] * 4}, "must be one number: take another file"),
 ]  # fmt: skip
 
 
@@ -198,6 +217,17 @@ def test_metadata_that_a_family_does_not_have_are_refused(name, changes, match, 
     values = {key if key.startswith("xielu") else f"{arch}.{key}": value for key, value in changes.items()}
     with test_gguf.one_line(match):
         open_gguf(test_gguf.copy(path, tmp_path / "other.gguf", values={"general.architecture": arch} | values))
+
+
+def test_a_tokenizer_of_another_size_is_refused(tmp_path):
+    path, other = write(tmp_path / "model.gguf", "olmo2"), tmp_path / "other.gguf"
+    values = {"general.architecture": "olmo2"}
+    tokens = {"tokenizer.ggml.tokens": ["a"] * 319}
+    with test_gguf.one_line("its tokenizer has 319 tokens, must have 320, one for each row of token_embd.weight"):
+        open_gguf(test_gguf.copy(path, other, values=values | tokens))
+    values |= {"tokenizer.ggml.tokens": None, "olmo2.vocab_size": 321}
+    with test_gguf.one_line("its tokenizer has 321 tokens"):
+        open_gguf(test_gguf.copy(path, other, values=values))
 
 
 def check(path: pathlib.Path, name: str, ids: list[int], best: list[Any]) -> None:

@@ -68,6 +68,7 @@ class GgufModel:
             self._heads = self._family.heads(self.config)
             self._lists: dict[str, list[float]] = {}  # of numbers that are tensors of the checkpoint
             self._check_head()
+            self._check_tokens(values.get("vocab_size"))
             self._tensors: dict[str, list[Tensor]] = {}  # the parts of each of the checkpoint's
             for tensor in self._family.tensors(self.config):
                 self._tensors.setdefault(tensor.name, []).append(tensor)
@@ -211,6 +212,15 @@ class GgufModel:
                 "embedding: remove it, or take another file"
             )
         self.config["tie_word_embeddings"] = True
+
+    def _check_tokens(self, size: int | None) -> None:
+        """Raises unless every token has a row; without tokens the metadata's size of the vocabulary must be that of rows."""
+        tokens, rows = self._file.values.get("tokenizer.ggml.tokens"), self.config["vocab_size"]
+        count = len(tokens) if isinstance(tokens, list) else rows if size is None else size
+        if count != rows:
+            raise UserError(
+                f"its tokenizer has {count} tokens, must have {rows}, one for each row of token_embd.weight"
+            )
 
 
 def _plain(shape: Shape) -> Shape:

@@ -12,7 +12,7 @@ from capibara.core.types import UserError
 _KNOWN = frozenset(
     """
     attention.value_length vocab_size features_length tensor_data_layout pooling_type
-    expert_feed_forward_length rope.scaling.finetuned rope.scaling.original_context_length
+    rope.scaling.finetuned rope.scaling.original_context_length
     """.split()
 )
 # Metadata that change what is computed, and the values with which they do not.
@@ -65,6 +65,8 @@ def _same(key: str, values: Mapping[str, Any], longest: int | None, fixed: Mappi
     """The values with which a key changes nothing."""
     if key == "attention.sliding_window":  # of a family without: it must not be shorter than the longest row
         return (0, values[key]) if longest is not None and values[key] >= longest else (0,)
+    if key == "expert_feed_forward_length":  # of a family whose experts are as wide as other layers
+        return (0, values.get("feed_forward_length", 0))
     of_all = key.removesuffix("_swa")  # what layers with a window have of their own
     neutral: tuple[Any, ...] = _NEUTRAL.get(key, (0, "", [], fixed.get(key)))
     return neutral if of_all == key else (*neutral, values.get(of_all))

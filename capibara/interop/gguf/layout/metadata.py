@@ -49,6 +49,13 @@ _KV_HEADS, _WIDTH = _SIZES["num_kv_heads"], _SIZES["mlp_dim"]
 _HEADS_OF_MIXERS = (("heads", "head_dim"), ("value_heads", "value_dim"))
 _INTERVAL = "full_attention_interval"
 _CLOSE = 1e-6  # metadata are float32
+_VALUE_SIZE = "attention.value_length"
+_FURTHER_SIZES = (_VALUE_SIZE, "rope.dimension_count", "expert_feed_forward_length", NEXTN, _INTERVAL)
+_NO_SIZES = ("gates", "scale")  # of experts
+_COUNTS = (_LENGTH, _WINDOW, "rope.scaling.original_context_length", "vocab_size")  # that no tensor bounds
+_NEVER_ZERO = ("embedding_length", "block_count", "attention.head_count", _LENGTH, _INTERVAL)
+_BY_LAYER = ("attention.head_count", _KV_HEADS, _WIDTH)
+_UNREAD = ("use_parallel_residual",)  # llama.cpp decides by the tensors, or it is read here too
 _MOST_EXPERTS = 1_000_000  # of all layers: each has names of its own
 
 
@@ -75,7 +82,7 @@ def write(config: Fields, family: Family) -> dict[str, Any]:
     for name, key in _keys(family).items():
         values |= _stored(key, fields[name], name in family.inverse)
     if "attention.key_length" in values:
-        values["attention.value_length"] = values["attention.key_length"]
+        values[_VALUE_SIZE] = values["attention.key_length"]
     if model.latent is not None:
         values |= _write_latent(model, model.latent)
     values |= _norm(model)
@@ -123,7 +130,7 @@ def _write_latent(model: DecoderConfig, latent: LatentAttention) -> dict[str, An
         _KV_HEADS: 1,
         _LATENT_HEAD: model.head_size,
         _SIZES["head_dim"]: latent.kv_rank + latent.rotary_dim,
-        "attention.value_length": latent.kv_rank,
+        _VALUE_SIZE: latent.kv_rank,
     }
 
 
@@ -210,11 +217,30 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     Raises:
       UserError: a value is missing, is not known in the family, or varies from layer to layer.
     """
-    _check_counts(values, shapes, family)
+    _check_numbers(values, shapes, family)
     if factors is not None and not family.factors:
         raise UserError(f"{gguf_rope.FACTORS} is there, and llama.cpp reads none of {family.arch}: take another file")
     if family.nextn:
-        values = {**values, "block_count": values.get("block_count", 0) - len(left_out(values, family))}
+        values = {**values, "block_count": values["block_count"] - len(left_out(values, family))}
+    longest = values.get(_LENGTH)
+    foreign.check(family.arch, family.model_type, values, _supported(family), longest=longest, fixed=family.constants)
+    for key, constant in family.constants.items():
+        if values.get(key, constant) != constant:
+            raise UserError(f"{family.arch}.{key} is {limits.shortened(values[key])}, must be {constant}")
+    model = _model(values, shapes, factors, family)
+    _check_unread(values, model, family)
+    like = {"model_type": family.model_type}
+    config = hf_config.to_hf(model, like)
+    if config["model_type"] != family.model_type:
+        raise UserError(
+            f"its metadata say a model that is no {family.model_type}: it is corrupted, or take another file"
+        )
+    known = "max_length" in family.hf.keys or longest == family.longest
+    return config if known else config | {_longest_key(family): longest}
+
+
+def _supported(family: Family) -> set[str]:
+    """The metadata that are read."""
     supported = {*_keys(family).values(), *(_MOE | dict(family.moe_keys)).values(), *_EPS.values(), *family.constants}
     supported |= {*family.mixer_keys.values(), family.rope_switch, family.recurrent_key}
     supported |= {_INTERVAL} if family.recurrent_key else set()
@@ -225,20 +251,7 @@ def read(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family: F
     supported |= latent if family.latent else set()
     supported |= {_WINDOW} if family.window is not Window.NONE else set()
     supported |= {_PATTERN} if family.window is Window.LISTED else set()
-    longest = values.get(_LENGTH)
-    foreign.check(family.arch, family.model_type, values, supported, longest=longest, fixed=family.constants)
-    for key, constant in family.constants.items():
-        if values.get(key, constant) != constant:
-            raise UserError(f"{family.arch}.{key} is {limits.shortened(values[key])}, must be {constant}")
-    model = _model(values, shapes, factors, family)
-    like = {"model_type": family.model_type}
-    config = hf_config.to_hf(model, like)
-    if config["model_type"] != family.model_type:
-        raise UserError(
-            f"its metadata say a model that is no {family.model_type}: it is corrupted, or take another file"
-        )
-    known = "max_length" in family.hf.keys or longest in (None, family.longest)
-    return config if known else config | {_longest_key(family): longest}
+    return supported
 
 
 def left_out(values: Metadata, family: Family) -> tuple[str, ...]:
@@ -272,6 +285,8 @@ def _model(values: Metadata, shapes: Shapes, factors: np.ndarray | None, family:
             raise UserError(f"{family.arch}.{key} varies from layer to layer: such models are not known here")
         if value is None and name in _SIZES and name not in _OPTIONAL:
             raise UserError(f"the file has no {family.arch}.{key}: it is corrupted, or no {family.arch} model")
+        if value == 0 and name in family.inverse:
+            raise UserError(f"{family.arch}.{key} is 0, must be another number: take another file")
         if value is not None:
             fields[name] = 1 / value if name in family.inverse else value
     fields |= {"max_length": values[_LENGTH]} if "max_length" in family.hf.keys else {}
@@ -308,6 +323,16 @@ def _flag(values: Metadata, key: str, default: bool, family: Family) -> bool:
     return value
 
 
+def _flags(value: Any, key: str, layers: int, family: Family) -> list[bool]:
+    """A list of the metadata with true or false for each layer."""
+    if not isinstance(value, list) or len(value) != layers or not all(flag in (0, 1) for flag in value):
+        raise UserError(
+            f"{family.arch}.{key} is {limits.shortened(value)}, must be a list with one entry for each of {layers} layers, true or "
+            "false: take another file"
+        )
+    return value
+
+
 def _read_mixer(values: Metadata, shapes: Shapes, family: Family) -> dict[str, Any]:
     """The mixer, and which layers are recurrent."""
     assert family.mixer is not None, "the caller sees to it"
@@ -333,7 +358,8 @@ def _recurrent(values: Metadata, family: Family) -> dict[str, Any]:
         )
         kinds = ["feed_forward" if width else "global" if of_keys else "recurrent" for of_keys, width in listed]
     elif family.recurrent_key in values:
-        kinds = ["recurrent" if is_one else "global" for is_one in values[family.recurrent_key][:count]]
+        flags = _flags(values[family.recurrent_key], family.recurrent_key, count, family)
+        kinds = ["recurrent" if is_recurrent else "global" for is_recurrent in flags]
     else:
         every = values.get(_INTERVAL, 4)
         kinds = ["recurrent" if (layer + 1) % every else "global" for layer in range(count)]
@@ -364,13 +390,9 @@ def _layers(values: Metadata, fields: Fields, family: Family) -> dict[str, Any]:
     if family.window is Window.IGNORED:
         return {"layer_pattern": ("local",), "window": window}
     listed, count = values.get(_PATTERN, family.period), fields["num_layers"]
-    if isinstance(listed, int):
+    if type(listed) is int:
         listed = [(layer + 1) % listed != 0 if listed else True for layer in range(count)]
-    if not isinstance(listed, list) or len(listed) != count:
-        raise UserError(
-            f"{family.arch}.{_PATTERN} is {limits.shortened(listed)}, must be a list with one entry for each of {count} layers: "
-            "take another file"
-        )
+    listed = _flags(listed, _PATTERN, count, family)
     return {"layer_pattern": tuple("local" if local else whole for local in listed), "window": window}
 
 
@@ -406,15 +428,64 @@ def _read_moe(values: Metadata, family: Family) -> Moe:
     return Moe(**fields | dict(family.hf.moe) | dict(family.moe))
 
 
-def _check_counts(values: Metadata, shapes: Shapes, family: Family) -> None:
-    """Raises where a number is corrupted so that all the tensors that it promises could not be named."""
-    layers, experts = values.get("block_count"), values.get("expert_count")
-    widest = max((shape[0] for shape in shapes.values()), default=0)
-    for key, value, largest in (("block_count", layers, len(shapes)), ("expert_count", experts, widest)):
-        if value is not None and (type(value) is not int or not 0 <= value <= largest):
-            raise UserError(f"{family.arch}.{key} is {value}, must be 1 to {largest} by the tensors of the file")
+def _check_numbers(values: Metadata, shapes: Shapes, family: Family) -> None:
+    """Raises where a number is none that could be computed with, or promises more than the file's tensors could hold."""
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    largest = dict.fromkeys(_sizes(family), widest) | {"block_count": len(shapes)} | dict.fromkeys(_COUNTS, math.inf)
+    least = dict.fromkeys({*_NEVER_ZERO, *family.mixer_keys.values()} - {*family.constants}, 1)
+    lists = {_PATTERN, family.recurrent_key, *family.ignored}
+    layers, experts = values.get("block_count"), values.get(_MOE["num_experts"])
+    numbers = ({*_supported(family)} | {*_COUNTS}) - {"rope.scaling.type"}
+    for key, value in values.items():
+        entries, low = value if isinstance(value, list) else [value], least.get(key, 0)
+        if key in largest and not all(type(entry) is int and low <= entry <= largest[key] for entry in entries):
+            bound = "or more" if key in _COUNTS else f"to {largest[key]} by the tensors of the file"
+            raise UserError(f"{family.arch}.{key} is {limits.shortened(value)}, must be {low} {bound}")
+        if key not in numbers - lists:
+            continue
+        if isinstance(value, list) and not (key in _BY_LAYER and len(value) == layers):
+            each = f", or one for each of {layers} layers" if key in _BY_LAYER else ""
+            shown = limits.shortened(value)
+            raise UserError(f"{family.arch}.{key} is {shown}, must be one number{each}: take another file")
+        if any(isinstance(entry, str) or not math.isfinite(entry) for entry in entries):
+            raise UserError(f"{family.arch}.{key} is {limits.shortened(value)}, must be a finite number")
+    needed = ("block_count", _LENGTH, *([_MOE["top_k"]] if experts else []))
+    if missing := [key for key in needed if key not in values]:
+        raise UserError(f"the file has no {family.arch}.{missing[0]}: it is corrupted, or no {family.arch} model")
+    if (used := values.get(_MOE["top_k"])) and not experts:
+        raise UserError(f"{family.arch}.{_MOE['top_k']} is {used}, must be 0 without experts: take another file")
     if (of_all := (layers or 1) * (experts or 1)) > _MOST_EXPERTS:
         raise UserError(f"{family.arch} says {of_all:,} experts in all, must have at most {_MOST_EXPERTS:,}")
+
+
+def _sizes(family: Family) -> set[str]:
+    """Metadata that are sizes of tensors, or numbers of parts of them."""
+    of_family = {key for name, key in family.moe_keys.items() if name not in _NO_SIZES} | {*family.mixer_keys.values()}
+    return {*_SIZES.values(), *_MOE.values(), *_LATENT.values(), _LATENT_HEAD, *_FURTHER_SIZES} | of_family
+
+
+def _check_unread(values: Metadata, model: DecoderConfig, family: Family) -> None:
+    """Raises where metadata contradict the model that the others and the tensors say, as it would be written."""
+    fields = {"num_kv_heads": model.kv_heads, "head_dim": model.head_size}
+    names = {name: key for name, key in _keys(family).items() if name not in family.inverse}
+    says = {key: fields.get(name, getattr(model, name)) for name, key in names.items()}
+    if model.mixer is not None:
+        of_mixer = vars(model.mixer) | _inner(vars(model.mixer))
+        says |= {key: of_mixer[name] for name, key in family.mixer_keys.items()}
+    if any(kind.attends for kind in model.kinds):
+        says[_VALUE_SIZE] = model.head_size if model.latent is None else model.latent.kv_rank
+    says |= {} if family.write is None else family.write(model)
+    for key, value in says.items():
+        stored = values.get(key)
+        if key in _UNREAD or key in family.constants or stored is None or value is None:
+            continue
+        if isinstance(stored, list) and key in _BY_LAYER:
+            continue
+        if not _equal(value, stored):
+            raise UserError(
+                f"{family.arch}.{key} is {limits.shortened(stored)}, must be {limits.shortened(value)} by the rest of the file: "
+                "take another file"
+            )
 
 
 def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Family) -> None:

@@ -164,6 +164,9 @@ def from_metadata(
     values: Mapping[str, Any], family: Rotary, head_dim: int, divided: np.ndarray | None
 ) -> dict[str, Any]:
     """The rope_parameters (and related values) of the metadata; `divided` are the file's factors."""
+    for key in ("rope.freq_base", "rope.freq_base_swa"):
+        if type(theta := values.get(key, 1.0)) not in (int, float) or theta <= 0:
+            raise UserError(f"{family.arch}.{key} is {limits.shortened(theta)}, must be above 0: take another file")
     theta = values.get("rope.freq_base", 10_000.0)
     original = values.get("rope.scaling.original_context_length")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
