@@ -344,3 +344,11 @@ def test_hugging_face_family(run, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["width"] == D
     told = run("infer", gin, f"--model={folder}", "--prompt=def", "--gin.Sampling.max_new_tokens=1")
     assert told.startswith("def")
+
+    gin = "--gin_file=my_gguf_family.gin"
+    run("convert", gin, f"--from={folder}", f"--to={tmp_path / 'mine.gguf'}", "--dtype=f32")
+    run("convert", gin, f"--from={tmp_path / 'mine.gguf'}", f"--to={tmp_path / 'again'}", "--dtype=f32")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(again[name], value, err_msg=name)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -306,7 +307,20 @@ def test_llama_cpp_reads_k_quants_of_a_family(name, tmp_path):
 def test_the_pages_name_all_families():
     page = (HERE.parents[1] / "docs" / "models.md").read_text()
     line = page.partition("\nGGUF is read and written for")[2].partition("\n\n")[0]
-    assert line and not [family.model_type for family in gguf_names.FAMILIES if f"{family.model_type}" not in line]
+    assert {family.model_type for family in gguf_names.FAMILIES} <= set(
+        line.replace(",", " ").replace(".", " ").split()
+    )
+
+
+def test_a_family_is_registered_once(monkeypatch):
+    monkeypatch.setattr(gguf_names, "FAMILIES", [*gguf_names.FAMILIES])
+    (olmo,) = (family for family in gguf_names.FAMILIES if family.model_type == "olmo")
+    with pytest.raises(UserError, match="a GGUF family of model_type 'olmo' already"):
+        gguf_names.add(olmo)
+    with pytest.raises(UserError, match="'mine' has no Hugging Face family"):
+        gguf_names.add(dataclasses.replace(olmo, model_type="mine"))
+    gguf_names.add(dataclasses.replace(olmo, model_type="gptj"))
+    assert gguf_names.of_config({"model_type": "gptj"}).arch == "olmo"
 
 
 def record(names: list[str]) -> None:

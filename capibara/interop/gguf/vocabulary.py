@@ -334,6 +334,11 @@ def metadata(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str,
     size = config["vocab_size"]
     if tokens and max(tokens) >= size:
         raise UserError(f"vocab_size of config.json ({size}) must be above the tokenizer's last id ({max(tokens)})")
+    if _is_byte_level(spec) and not _pairs(spec):  # the gguf package leaves empty lists out, which llama.cpp wants
+        warnings.warn(
+            "tokenizer.json has no merges, llama.cpp reads none without: the file has no tokenizer", stacklevel=2
+        )
+        return {"ggml.model": "no_vocab"}
     pieces = _byte_level_pieces(spec) if _is_byte_level(spec) else _sentencepiece_pieces(spec, tokens, size)
     unknown = model.get("unk_token") if pieces["ggml.model"] == "llama" else None
     values: dict[str, Any] = {

@@ -201,7 +201,8 @@ class Family:
             index = at[row.numbered.index(stacked)] if stacked else None
             for take in parts:
                 if take.place:
-                    stored = f"blk.{of_map.split('.layers.')[1].split('.')[0]}.{take.place}"
+                    layer = next(part for part in of_map.split(".") if part.isdecimal())
+                    stored = f"blk.{layer}.{take.place}"
                 else:
                     stored = self._stored(of_map, names)
                 yield Tensor(name, shape, stored, take.change or change, index, stack, take=take)
