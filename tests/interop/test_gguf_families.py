@@ -22,7 +22,7 @@ sys.path += [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import gguf  # noqa: E402
 import gguf_cases  # noqa: E402
 import test_gguf  # noqa: E402
-from gguf_families import CASES, YARN, rope, tensors  # noqa: E402
+from gguf_families import CASES, WHOLE, YARN, rope, tensors  # noqa: E402
 
 from capibara.core.types import UserError  # noqa: E402
 from capibara.interop import open_model  # noqa: E402
@@ -124,6 +124,12 @@ REFUSED = [
     ("olmo2", {"head_dim": 16}, "head_dim of the olmo2 model is 16, llama.cpp computes it with 8"),
     ("granite", {"hidden_act": "gelu"}, "hidden_act of the granite model is 'gelu'"),
     ("cohere", {"use_qk_norm": True}, "qk_norm of the cohere model is 'heads'"),
+    # Sizes of which llama.cpp knows one model.
+    ("cohere", {"num_hidden_layers": 64}, "qk_norm of the cohere model is 'none', llama.cpp computes it with heads"),
+    ("cohere", {"num_hidden_layers": 63, "use_qk_norm": True}, "qk_norm of the cohere model is 'heads'"),
+    ("exaone4", {"num_hidden_layers": 64}, "of the exaone4 model"),
+    ("gemma2_listed", {"num_hidden_layers": 46, "layer_types": [WHOLE] * 46}, "query_pre_attn_scalar of the gemma2"),
+    ("gemma3_whole", {"num_hidden_layers": 62, "layer_types": [WHOLE] * 62}, "query_pre_attn_scalar of the gemma3_text"),
     ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
     ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "of the exaone4 model"),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "layer_types of the smollm3 model is"),
@@ -135,6 +141,7 @@ REFUSED = [
     ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob of the olmoe model is True"),
     ("olmoe", {"clip_qkv": 0.5}, "clip_qkv of the olmoe model is 0.5, llama.cpp computes it with None"),
     ("dots1", {"num_key_value_heads": 2}, "num_key_value_heads of the dots1 model is 2, llama.cpp computes it with 4"),
+    ("glm4_moe", {"topk_group": 4}, "topk_group of the glm4_moe model is 4, llama.cpp computes it with less than 4"),
     ("dots1", {"n_shared_experts": 0}, "n_shared_experts is 0, llama.cpp computes no model of the family without"),
     ("deepseek_v2", {"rms_norm_eps": 1e-5}, "rms_norm_eps of the deepseek_v2 model is 1e-05"),
     ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}, "n_group of the deepseek_v2"),
@@ -170,6 +177,21 @@ def test_vectors_with_a_dimension_of_one_are_vectors(tmp_path):
     values = {"general.architecture": "qwen2moe"}
     read = open_gguf(test_gguf.copy(path, tmp_path / "theirs.gguf", values=values, stored=stored))
     np.testing.assert_array_equal(read.read("model.layers.0.mlp.shared_expert_gate.weight"), value[None])
+
+
+def test_keys_of_latent_attention_are_stored_transposed_by_head(tmp_path):
+    """As llama.cpp absorbs them into the queries: of each head [rank, keys]; its values stay [values, rank]."""
+    config = CASES["deepseek_v3"]
+    stored = {part.name: part.data for part in gguf.GGUFReader(write(tmp_path / "model.gguf", "deepseek_v3")).tensors}
+    rows = dict(tensors(config))["model.layers.0.self_attn.kv_b_proj.weight"].reshape(4, 16 + 12, 24)
+    np.testing.assert_array_equal(stored["blk.0.attn_k_b.weight"], rows[:, :16].swapaxes(1, 2))
+    np.testing.assert_array_equal(stored["blk.0.attn_v_b.weight"], rows[:, 16:])
+
+
+def test_metadata_that_only_llama_cpp_needs_are_written(tmp_path):
+    fields = gguf.GGUFReader(write(tmp_path / "model.gguf", "ernie4_5_moe")).fields
+    assert fields["ernie4_5-moe.interleave_moe_layer_step"].contents() == 1  # it divides by it
+    assert fields["ernie4_5-moe.expert_shared_feed_forward_length"].contents() == 64
 
 
 # Case, changed metadata, and what is said of them.

@@ -201,6 +201,8 @@ def _write_moe(model: DecoderConfig, moe: Moe, family: Family) -> dict[str, Any]
     fields |= {"expert_dim": moe.expert_dim or model.mlp_dim, "first_dense": len(model.dense_layers)}
     fields["gates"] = moe.gates == "normalized"
     fields["shared_width"] = moe.shared_experts * (moe.shared_dim or fields["expert_dim"])
+    if "groups" in family.moe_keys and moe.groups > 1 and moe.top_groups == moe.groups:  # it ends with an assertion
+        raise _refused("top_groups", moe.top_groups, f"less than {moe.groups}", family)
     for name, key in (_MOE | dict(family.moe_keys)).items():
         values |= _stored(key, fields[name], inverse=False)
     return values
