@@ -401,15 +401,6 @@ def test_without_a_tokenizer_there_is_none(tmp_path):
     assert open_gguf(tmp_path / "model.gguf").tokenizer == {}
 
 
-def test_a_tokenizer_without_merges_is_left_out_with_a_warning(tmp_path):
-    files = dict(cases.byte_level())
-    spec = json.loads(files["tokenizer.json"])
-    files["tokenizer.json"] = json.dumps(spec | {"model": spec["model"] | {"merges": []}}).encode()
-    with pytest.warns(UserWarning, match="tokenizer.json has no merges, llama.cpp reads none without"):
-        path = write(tmp_path / "model.gguf", tokenizer=files)
-    assert open_gguf(path).tokenizer == {}
-
-
 def test_a_tokenizer_that_is_not_known_is_warned_about(tmp_path):
     path = copy(write(tmp_path / "a.gguf"), tmp_path / "b.gguf", values={"tokenizer.ggml.pre": "viking"})
     with pytest.warns(UserWarning, match="'viking' is not known here"):

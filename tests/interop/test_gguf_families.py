@@ -130,6 +130,7 @@ REFUSED = [
     ("exaone4", {"num_hidden_layers": 64}, "of the exaone4 model"),
     ("gemma2_listed", {"num_hidden_layers": 46, "layer_types": [WHOLE] * 46}, "query_pre_attn_scalar of the gemma2"),
     ("gemma3_whole", {"num_hidden_layers": 62, "layer_types": [WHOLE] * 62}, "query_pre_attn_scalar of the gemma3_text"),
+    ("gemma2_listed", {"query_pre_attn_scalar": 17}, "query_pre_attn_scalar of the gemma2 model is 17"),
     ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
     ("exaone4", {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, "of the exaone4 model"),
     ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "layer_types of the smollm3 model is"),
@@ -240,6 +241,23 @@ def test_metadata_that_a_family_does_not_have_are_refused(name, changes, match, 
     values = {key if key.startswith("xielu") else f"{arch}.{key}": value for key, value in changes.items()}
     with test_gguf.one_line(match):
         open_gguf(test_gguf.copy(path, tmp_path / "other.gguf", values={"general.architecture": arch} | values))
+
+
+def test_a_tokenizer_without_merges_is_left_out_with_a_warning(tmp_path):
+    files, path, config = dict(gguf_cases.byte_level()), tmp_path / "model.gguf", CASES["olmo2"]
+    spec = json.loads(files["tokenizer.json"])
+    files["tokenizer.json"] = json.dumps(spec | {"model": spec["model"] | {"merges": []}}).encode()
+    with pytest.warns(UserWarning, match="tokenizer.json has no merges, llama.cpp reads none without"):
+        write_gguf(path, config, tensors(config), files)
+    assert open_gguf(path).tokenizer == {}
+
+
+@pytest.mark.parametrize("value", [None, 1])
+def test_the_residual_of_gpt_neox_must_be_known(value, tmp_path):
+    path = test_gguf.write(tmp_path / "model.gguf", "gpt_neox")
+    values = {"general.architecture": "gptneox", "gptneox.use_parallel_residual": value}
+    with test_gguf.one_line(f"gptneox.use_parallel_residual is {value}, must be true or false"):
+        open_gguf(test_gguf.copy(path, tmp_path / "other.gguf", values=values))
 
 
 def test_a_tokenizer_of_another_size_is_refused(tmp_path):

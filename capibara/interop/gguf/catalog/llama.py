@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from capibara.core.types import UserError
 from capibara.interop.gguf.catalog.dense import ALL, ATTENTION, PAIRED, SWIGLU
 from capibara.interop.gguf.layout.family import Family, Fields, Metadata, Shapes, Window
 from capibara.interop.gguf.layout.tensors import Change
@@ -21,7 +22,9 @@ def _original_length(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _neox_residual(fields: Fields, values: Metadata, shapes: Shapes) -> dict[str, Any]:
-    return {"residual": "parallel" if values.get("use_parallel_residual", True) else "sequential"}
+    if type(parallel := values.get("use_parallel_residual")) is not bool:
+        raise UserError(f"gptneox.use_parallel_residual is {parallel}, must be true or false: take another file")
+    return {"residual": "parallel" if parallel else "sequential"}
 
 
 def _write_neox_residual(config: DecoderConfig) -> dict[str, Any]:
