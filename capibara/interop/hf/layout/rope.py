@@ -219,7 +219,7 @@ def _write(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, A
     if family.mscale and config.attention_scale is not None and rope.factor > 1:
         ratio = config.attention_scale * config.head_size**0.5
         scaling["mscale_all_dim"] = round((ratio**0.5 - 1.0) / (0.1 * math.log(rope.factor)), 9)
-    turned = {} if rope.fraction == 1 else {"partial_rotary_factor": rope.fraction}
+    turned = {} if rope.fraction == family.fraction == 1 else {"partial_rotary_factor": rope.fraction}
     full = scaling | {"rope_theta": rope.theta} | turned
     if family.pairs_key:
         turned |= {family.pairs_key: rope.pairs == "adjacent"}
