@@ -17,23 +17,24 @@ FAMILIES: list[Family] = [
     for module in pkgutil.iter_modules(catalog.__path__, f"{catalog.__name__}.")
     for family in importlib.import_module(module.name).FAMILIES
 ]
+OWN = frozenset(family.model_type for family in FAMILIES)
 
 
 def add(family: Family) -> None:
-    """Registers a family, whose files can then be written and read: see examples/extend/my_gguf_family.py.
+    """Registers a family of your own, whose files can then be written and read: see examples/extend/my_gguf_family.py.
 
     A file whose metadata fit several families with one architecture is read as the one that was registered first.
 
     Raises:
-      UserError: its model_type has a family, or is none that interop.hf knows.
+      UserError: capibara has a family of that model_type, or interop.hf has none.
     """
-    if any(family.model_type == known.model_type for known in FAMILIES):
+    if family.model_type in OWN:
         raise UserError(f"capibara has a GGUF family of model_type {family.model_type!r} already: choose another name")
     if family.model_type not in hf_families.FAMILIES:
         raise UserError(
             f"model_type {family.model_type!r} has no Hugging Face family: register it with capibara.interop.hf.families.add first"
         )
-    FAMILIES.append(family)
+    FAMILIES[:] = [*(known for known in FAMILIES if known.model_type != family.model_type), family]
 
 
 def of_config(config: Mapping[str, Any]) -> Family:
