@@ -16,7 +16,7 @@ USED = {
     "pre_tokenizer", "normalizer", "post_processor", "niter", "min_points_per_centroid", "is_trained", "tree_flatten", "tree_unflatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
     "_saving", "critic", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
-    "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "act_embed", "act_mlp", "act_vocab",
+    "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "head_gate", "act_embed", "act_mlp", "act_vocab",
     "queue_depth", "slots_busy", "pages_busy",
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",

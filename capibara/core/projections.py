@@ -100,6 +100,8 @@ OUT = _attention("out", ("heads", "head_dim", "embed"), "attention_out")
 
 # Factors of attention's results, before the output projection (AFMoE, Qwen3-Next).
 ATTENTION_GATE = Projection(part="attention", name="gate", axes=QUERY.axes, reads="query")
+# One factor for each head (LFM3, Laguna).
+HEAD_GATE = dataclasses.replace(ATTENTION_GATE, name="head_gate", axes=("embed", "heads"))
 
 # Of disentangled attention: keys and queries of distances. They read embeddings that all layers share.
 POSITION_KEY = Projection(part="attention", name="position_key", axes=QUERY.axes)
@@ -199,7 +201,7 @@ SSM = (SSM_GATE, SSM_VALUE, *SSM_NORMED, SSM_STEP_UP)
 POSITIONS = (POSITION_KEY, POSITION_QUERY)
 ALL = (
     ATTENTION
-    + (ATTENTION_GATE,)
+    + (ATTENTION_GATE, HEAD_GATE)
     + POSITIONS
     + MLP
     + EXPERTS

@@ -51,6 +51,13 @@ class FirstNorm(enum.StrEnum):
     NONE = "none"
 
 
+class Transform(enum.StrEnum):
+    """What stands before the head: a projection, an activation and a norm (BERT), or nothing (EuroBERT)."""
+
+    DENSE = "dense"
+    NONE = "none"
+
+
 class TransformBias(enum.StrEnum):
     """Whether the projection of the transform before the head has a bias (BERT)."""
 
@@ -81,6 +88,7 @@ class EncoderConfig(Patterned, TransformerConfig):
       embedding_dim: width of the embeddings, which a projection widens to embed_dim, and of the head (ELECTRA); None:
         embed_dim, without a projection.
       embedding_norm: whether the sum of the embeddings is normalised (not in Megatron's BERT).
+      transform: what stands before the head.
       transform_activation: of the transform before the head; None: the layers', or gelu where that is gated.
       transform_bias: whether that transform's projection has a bias.
     """
@@ -106,6 +114,7 @@ class EncoderConfig(Patterned, TransformerConfig):
     embedding_dim: int | None = None
     embedding_norm: EmbeddingNorm = EmbeddingNorm.LAYER
     head_bias: HeadBias = HeadBias.VOCAB
+    transform: Transform = Transform.DENSE
     transform_activation: Activation | None = None
     transform_bias: TransformBias = TransformBias.EMBED
 
@@ -165,6 +174,18 @@ class EncoderConfig(Patterned, TransformerConfig):
             raise UserError(
                 f"EncoderConfig.transform_activation is {str(self.transform_activation)!r}, the transform has one projection "
                 "and no parameters for it: try 'gelu'"
+            )
+        if self.transform is Transform.NONE:
+            _check_bare_head(self)
+
+
+def _check_bare_head(config: EncoderConfig) -> None:
+    usual = {"transform_activation": None, "transform_bias": TransformBias.EMBED, "embedding_dim": None}
+    for name, value in usual.items():
+        if getattr(config, name) != value:
+            raise UserError(
+                f"EncoderConfig.{name} ({getattr(config, name)!s}) is of the transform before the head, and transform is "
+                "'none': leave it out, or transform"
             )
 
 
@@ -283,10 +304,11 @@ class Encoder(nnx.Module):
             stack.keep_layers(getattr(self.layers, module), numbers)
         if config.norm_placement is not NormPlacement.POST:
             self.final_norm = config.make_norm(rngs)
-        self.transform = layers.param(rngs, (D, E), ("embed", "norm"), layers.fan_in(0))
-        if config.transform_bias is TransformBias.EMBED:
-            self.transform_bias = layers.param(rngs, (E,), ("norm",), layers.zeros)
-        self.transform_norm = self._norm(E, rngs)
+        if config.transform is Transform.DENSE:
+            self.transform = layers.param(rngs, (D, E), ("embed", "norm"), layers.fan_in(0))
+            if config.transform_bias is TransformBias.EMBED:
+                self.transform_bias = layers.param(rngs, (E,), ("norm",), layers.zeros)
+            self.transform_norm = self._norm(E, rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, E), ("vocab", "embed"), layers.normal(E**-0.5))
         if config.head_bias is HeadBias.VOCAB:
@@ -354,10 +376,11 @@ class Encoder(nnx.Module):
         if config.norm_placement is not NormPlacement.POST:
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))
-        x = layers.dense(x, self.transform[...])
-        if config.transform_bias is TransformBias.EMBED:
-            x = x + self.transform_bias[...].astype(x.dtype)
-        x = self.transform_norm(config.before_head(x))
+        if config.transform is Transform.DENSE:
+            x = layers.dense(x, self.transform[...])
+            if config.transform_bias is TransformBias.EMBED:
+                x = x + self.transform_bias[...].astype(x.dtype)
+            x = self.transform_norm(config.before_head(x))
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if config.head_bias is HeadBias.VOCAB else x
 
     def head(self) -> jax.Array:

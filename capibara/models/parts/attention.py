@@ -37,7 +37,9 @@ class Attention(nnx.Module):
         self.value = layers.projection(rngs, projections.VALUE, (D, K, H))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
         self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.depth)
-        if config.attention_gate is AttentionGate.SIGMOID:
+        if config.attention_gate.of_heads:
+            self.head_gate = layers.projection(rngs, projections.HEAD_GATE, (D, N))
+        elif config.attention_gate is not AttentionGate.NONE:
             self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, H))
         if config.bias.of_heads:
             self.query_bias = layers.param(rngs, (N, H), projections.QUERY.out_axes, layers.zeros)
@@ -168,8 +170,11 @@ class Attention(nnx.Module):
 
     def _output(self, y: jax.Array, x_BTD: jax.Array) -> jax.Array:
         y = constrain(y, ("batch", "act_time", "act_heads", None))
-        if self.config.attention_gate is AttentionGate.SIGMOID:
-            y = y * jax.nn.sigmoid(self._dense(projections.ATTENTION_GATE, x_BTD))
+        gate = self.config.attention_gate
+        if gate.of_heads:
+            y = y * gate(self._dense(projections.HEAD_GATE, x_BTD))[..., None]
+        elif gate is not AttentionGate.NONE:
+            y = y * gate(self._dense(projections.ATTENTION_GATE, x_BTD))
         y = self.out_norm(y) if self.config.inner_norm is not InnerNorm.NONE else y
         y = self._dense(projections.OUT, y)
         if self.config.bias.of_out:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from capibara.core.types import UserError
@@ -144,10 +146,28 @@ class InnerNorm(enum.StrEnum):
 
 
 class AttentionGate(enum.StrEnum):
-    """Whether attention's results are multiplied by the sigmoid of a projection of its inputs (AFMoE, Qwen3-Next)."""
+    """What of a projection of its inputs multiplies attention's results.
+
+    sigmoid, softplus: that of a value for each dimension of each head (AFMoE, Qwen3-Next; Laguna). head_sigmoid,
+    head_softplus: that of one value for each head (LFM3; Laguna).
+    """
 
     NONE = "none"
     SIGMOID = "sigmoid"
+    SOFTPLUS = "softplus"
+    HEAD_SIGMOID = "head_sigmoid"
+    HEAD_SOFTPLUS = "head_softplus"
+
+    @property
+    def of_heads(self) -> bool:
+        """Whether a head has one factor."""
+        return self in (AttentionGate.HEAD_SIGMOID, AttentionGate.HEAD_SOFTPLUS)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The factors, from the projection's results."""
+        if self in (AttentionGate.SOFTPLUS, AttentionGate.HEAD_SOFTPLUS):
+            return jax.nn.softplus(x.astype(jnp.float32)).astype(x.dtype)
+        return jax.nn.sigmoid(x)
 
 
 class EmbeddingScale(enum.StrEnum):

@@ -20,6 +20,7 @@ from capibara.models.parts import dispatch, router
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.router import (
     Choice,
+    Combination,
     Correction,
     Dispatch,
     ExpertChoice,
@@ -27,6 +28,7 @@ from capibara.models.parts.router import (
     Hints,
     Moe,
     MoeBias,
+    OutputNorm,
     Routing,
     Score,
     SharedGate,
@@ -88,6 +90,8 @@ class MoeMLP(nnx.Module):
             self.shared_switch = layers.param(rngs, (D, 1), ("router", "router"), layers.fan_in(0))
         if moe.correction is Correction.EXPERT:
             self.correction = layers.param(rngs, (E,), ("router",), layers.zeros)
+        if moe.output_norm is OutputNorm.LAYER:
+            self.output_norm = config.make_norm(rngs)
 
     @property
     def has_biases(self) -> bool:
@@ -144,6 +148,10 @@ class MoeMLP(nnx.Module):
             y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)
         if moe.shared_experts:
             y = y + self._shared(x_BTD)
+            if moe.combination is Combination.AVERAGE:
+                y = y * 0.5
+        if moe.output_norm is OutputNorm.LAYER:
+            y = self.output_norm(y)
         return constrain(y, ("batch", "act_time", "act_embed")), stats
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:

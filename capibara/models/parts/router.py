@@ -89,6 +89,20 @@ class SharedGate(enum.StrEnum):
     SIGMOID = "sigmoid"
 
 
+class Combination(enum.StrEnum):
+    """What the chosen and the shared experts give together: the sum of both, or its half (Command A's mixtures)."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+
+
+class OutputNorm(enum.StrEnum):
+    """Whether what the experts give together is normalised, as the layers are (A.X-K1)."""
+
+    NONE = "none"
+    LAYER = "layer"
+
+
 class MoeBias(enum.StrEnum):
     """Which parts of a mixture have biases.
 
@@ -187,6 +201,8 @@ class Moe:
         the `top_groups` with the highest scores; 1 group: among all.
       scale: factor of all gates.
       shared_gate: factor of the shared experts' output.
+      combination: how the outputs of chosen and shared experts are put together.
+      output_norm: whether the result is normalised.
       bias: which projections have a bias.
       balance_loss: coefficient of the load-balance loss, which is 1 per token and layer if experts are used evenly.
       router_z_loss: coefficient of the router's squared log normaliser (ST-MoE, Zoph et al. 2022).
@@ -214,6 +230,8 @@ class Moe:
     group_score: GroupScore = GroupScore.PAIR
     scale: float = 1.0
     shared_gate: SharedGate = SharedGate.NONE
+    combination: Combination = Combination.SUM
+    output_norm: OutputNorm = OutputNorm.NONE
     bias: MoeBias = MoeBias.MLP
     balance_loss: float = 0.01
     router_z_loss: float = 0.0
@@ -291,6 +309,8 @@ class Moe:
             )
         if self.shared_gate is not SharedGate.NONE and not self.shared_experts:
             raise UserError("Moe.shared_gate is for shared experts, shared_experts is 0: leave it out")
+        if self.combination is not Combination.SUM and not self.shared_experts:
+            raise UserError("Moe.combination is for shared experts, shared_experts is 0: leave it out")
 
     def in_layer(self, layer: int) -> bool:
         """Whether the layer with this number has experts."""

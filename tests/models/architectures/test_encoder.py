@@ -211,6 +211,11 @@ def test_flops_count_attention_in_both_directions():
         (dict(token_types=-1), "token_types is -1, must be at least 0"),
         (dict(embedding_dim=32), r"embedding_dim is 32, must be at least 1 and not embed_dim \(32\)"),
         (dict(transform_activation="swiglu"), "transform_activation is .swiglu., the transform has one projection"),
+        (
+            dict(transform="none", embedding_dim=16),
+            r"embedding_dim \(16\) is of the transform before the head, and tran",
+        ),
+        (dict(transform="none", transform_activation="relu"), r"transform_activation \(relu\) is of the transform"),
         (dict(disentangled=Disentangled(), num_kv_heads=2), "disentangled is for heads with keys of their own"),
         (dict(disentangled=Disentangled(), relative_buckets=8), "disentangled has distances of its own"),
         (dict(disentangled=Disentangled(), attention="cudnn"), "cannot score contents with distances: try 'auto'"),

@@ -81,6 +81,7 @@ VARIANTS = {
         window=6,
         num_layers=8,
     ),
+    "head_gate": dict(attention_gate="head_softplus", layer_pattern=("local", "unrotated"), window=6),
     "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
     "blocks": dict(
         window_kind="block",

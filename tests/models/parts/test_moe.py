@@ -162,6 +162,20 @@ def test_one_expert_is_the_mlp_and_shared_experts_are_added():
     assert_close(apply(params, x, segments)[0], one + h @ params["shared_down"])
 
 
+def test_experts_and_shared_ones_are_averaged_and_normalised():
+    summed = Moe(num_experts=4, top_k=2, expert_dim=24, shared_experts=1)
+    params, _, apply = functional(summed)
+    x, segments = inputs()
+    y = apply(params, x, segments)[0]
+    _, _, averaged = functional(dataclasses.replace(summed, combination="average"))
+    assert_close(averaged(params, x, segments)[0], y / 2)
+    plain = MoeMLP(CONFIG, summed, nnx.Rngs(0))(x, segments)[0]
+    normed = MoeMLP(CONFIG, dataclasses.replace(summed, output_norm="layer"), nnx.Rngs(0))
+    normed.output_norm.scale[...] = scale = jnp.linspace(0.5, 2.0, x.shape[-1])
+    root = jnp.sqrt(jnp.mean(jnp.square(plain), -1, keepdims=True) + CONFIG.norm_eps)
+    assert_close(normed(x, segments)[0], plain / root * scale)
+
+
 def test_unused_experts_and_a_single_busy_one():
     """Empty groups, and one group with all rows, more than a tile."""
     params, _, apply = functional(dataclasses.replace(MOE, top_k=1))
@@ -555,6 +569,7 @@ def test_domain_experts_form_under_hints_and_then_route_themselves():
         (dict(num_experts=0), "Moe.num_experts is 0, must be at least 1"),
         (dict(capacity_factor=0.0), "Moe.capacity_factor is 0.0"),
         (dict(balance_loss=-1.0), "Moe.balance_loss is -1.0"),
+        (dict(combination="average"), "Moe.combination is for shared experts, shared_experts is 0: leave it out"),
         (dict(closeness=0.5), "Moe.closeness (0.5) is for gates 'close', not for 'normalized'"),
         (dict(gates="close", closeness=-0.5), "Moe.closeness is -0.5, must be finite and at least 0"),
         (
