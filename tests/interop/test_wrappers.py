@@ -32,6 +32,9 @@ def wrapped(model_type, text=None, **outer):
         (wrapped("mistral3", {"tie_word_embeddings": True}, tie_word_embeddings=False), "separate"),
         (wrapped("lfm2_vl", {"layer_types": ["conv", "full_attention"]}, tie_embedding=False), "separate"),
         (wrapped("qwen2_vl", {"tie_word_embeddings": True}), "tied"),
+        (wrapped("llava_next", {"tie_word_embeddings": True}), "separate"),
+        (wrapped("paddleocr_vl", tie_word_embeddings=False), "separate"),
+        (wrapped("paddleocr_vl", {"tie_word_embeddings": True}, tie_word_embeddings=False), "tied"),
         (FLAT, "separate"),
         (FLAT | {"tie_word_embeddings": True}, "tied"),
     ],
@@ -57,9 +60,17 @@ def test_a_flat_file_has_the_keys_of_its_text_beside_the_others():
     )
 
 
+def test_a_flat_file_of_paddleocr_has_all_keys_of_its_text():
+    flat = SIZES | {"model_type": "paddleocr_vl", "head_dim": 16, "use_bias": True, "vision_config": {}}
+    config = hf_config.from_hf(flat)
+    assert config == hf_config.from_hf(wrapped("paddleocr_vl", {"head_dim": 16, "use_bias": True}))
+    assert (config.head_size, config.bias, config.rope.pairs, config.norm_eps) == (16, "all", "halves", 1e-5)
+
+
 def test_logits_are_those_of_the_wrapper():
     assert hf_config.from_hf(wrapped("aya_vision", {"logit_scale": 0.25, "head_dim": 8})).logit_scale == 1
     assert hf_config.from_hf(wrapped("llava", {"model_type": "gemma2"})).logit_soft_cap is None
+    assert hf_config.from_hf(wrapped("granite4_vision", {"logits_scaling": 4.0})).logit_scale == 0.25
     assert hf_config.from_hf(wrapped("gemma3n", {"num_kv_shared_layers": 0})).logit_soft_cap == 30.0
 
 

@@ -269,6 +269,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 _MOE_FIELDS = (
     "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups",
     "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
+    "combination", "output_norm",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,

@@ -203,6 +203,7 @@ LONGT5, LONGT5_GATED = (renamed(table, ("encoder.block.{l}.layer.0.Self", _LOCAL
 
 _GATED = ((T5, T5_GATED), (UMT5, UMT5_GATED), (LONGT5, LONGT5_GATED))
 
+OUTPUT_NORM = "layers/mlp/output_norm/scale"  # of experts; published files of A.X-K1 have it in other layers, too
 SCORE = rows([("score.weight", "u d", "score")])  # of every reward model
 
 T5X_DECODER_TYPE = "t5x_decoder"  # model_type of T5X's decoders: transformers has none with relative positions
@@ -376,7 +377,9 @@ def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     depths = {row: shapes[row.ours[0]][0] for row in rows if row.numbered == "l" and _depth_varies(row)}
     deepest = max(depths.values(), default=0)
     layers = {row: range(deepest) if row.layers is None else row.layers for row in depths}
-    return {row.name.format(l=layer) for row, depth in depths.items() for layer in layers[row][depth:]}
+    normed = [(row.name, row.layers) for row in rows if row.ours[0] == OUTPUT_NORM and row.layers]
+    beside = {name.format(l=n) for name, layers_of in normed for n in range(max(layers_of)) if n not in layers_of}
+    return beside | {row.name.format(l=layer) for row, depth in depths.items() for layer in layers[row][depth:]}
 
 
 def _depth_varies(row: Tensor) -> bool:

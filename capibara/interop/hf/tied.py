@@ -12,6 +12,7 @@ from capibara.interop.hf import families, keys, tables, wrappers
 from capibara.interop.hf.layout.family import Kind
 from capibara.interop.hf.layout.rows import Cut
 from capibara.interop.hf.layout.tensors import Shape
+from capibara.interop.hf.values import LAYERS
 
 Read = Callable[[str], np.ndarray]
 
@@ -68,10 +69,15 @@ def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.n
       stored: names of the checkpoint's tensors.
     """
     names = tables.NAMES.get(str(config.get("model_type")))
-    if names is None:
+    if names is None or not names.absent:
         return {}
-    known = {names.canonical(name) for name in stored}
-    missing = {name: value for name, value in names.absent.items() if name not in known}
+    known = {name for name in map(names.canonical, stored) if name is not None}
+    modules = {name.rpartition(".")[0] for name in known}
+    missing: dict[str, Callable[[Mapping[str, Any]], np.ndarray]] = {}
+    for pattern, value in names.absent.items():
+        of_layers = [pattern.format(l=layer) for layer in range(LAYERS)] if "{l}" in pattern else [pattern]
+        there = of_layers if len(of_layers) == 1 else [name for name in of_layers if name.rpartition(".")[0] in modules]
+        missing |= {name: value for name in there if name not in known}
     if not missing:
         return {}
     family = families.FAMILIES[str(config["model_type"])]

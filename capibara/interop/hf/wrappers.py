@@ -29,9 +29,11 @@ class Wrapper:
       tied_by: further keys that tie the head: "tie_embedding" comes first, "text_config" ties it if config.json does not.
       defaults: keys of text_config -> their values if it does not set them, where they are not the family's.
       fixed: keys of the family -> what transformers computes, whatever text_config says.
+      spread: keys of text_config -> those of the family that have its value.
       mrope: whether the type of rotary positions may be "mrope", which are the usual ones for text.
       squared: whether all heads are as wide as the model if text_config does not say it, whatever the family's default.
-      flat: whether text_config may be missing, its keys beside those of the wrapper.
+      flat: whether text_config may be missing, its keys beside those of the wrapper: those that its class declares, and
+        those of `defaults`.
       caps: whether transformers scales and caps logits as in the language model alone.
       parts: pattern of the modules that are left out.
       renamed: (pattern, replacement) that map the language model's names to those of its family.
@@ -45,6 +47,7 @@ class Wrapper:
     tied_by: str = ""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    spread: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     mrope: bool = False
     squared: bool = False
     flat: bool = False
@@ -58,7 +61,7 @@ _NAMED = {
     name: name
     for name in (
         "llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "phi3",
-        "granite", "cohere", "cohere2", "lfm2", "lfm2_moe", "gpt_oss", "olmo2", "smollm3", "deepseek_v3",
+        "granite", "cohere", "cohere2", "cohere2_moe", "lfm2", "lfm2_moe", "gpt_oss", "olmo2", "smollm3", "deepseek_v3",
     )
 }  # fmt: skip
 _VISUAL = "visual"
@@ -71,6 +74,14 @@ _QWEN2: dict[str, Any] = dict(
     flat=True,
     parts=_VISUAL,
 )
+_GLM4V: dict[str, Any] = dict(
+    text="glm4",
+    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    fixed={"attention_bias": True},
+    squared=True,
+    parts=_VISUAL,
+)
+_NEWLINE = "vision_tower|multi_modal_projector|image_newline"
 WRAPPERS = {
     "gemma3": Wrapper(architecture="Gemma3ForConditionalGeneration", text="gemma3_text", tied=True),
     "gemma3n": Wrapper(
@@ -122,14 +133,9 @@ WRAPPERS = {
     ),
     "qwen3_5": Wrapper(architecture="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", parts=_VISUAL),
     "qwen3_5_moe": Wrapper(architecture="Qwen3_5MoeForConditionalGeneration", text="qwen3_5_moe_text", parts=_VISUAL),
-    "glm4v": Wrapper(
-        architecture="Glm4vForConditionalGeneration",
-        text="glm4",
-        tied_by="text_config",
-        defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-        fixed={"attention_bias": True},
-        squared=True,
-        parts=_VISUAL,
+    "glm4v": Wrapper(architecture="Glm4vForConditionalGeneration", tied_by="text_config", **_GLM4V),
+    "glm46v": Wrapper(
+        architecture="Glm46VForConditionalGeneration", named={"glm4v_text": "glm4", "glm4v": "glm4"}, **_GLM4V
     ),
     "glm4v_moe": Wrapper(
         architecture="Glm4vMoeForConditionalGeneration",
@@ -145,6 +151,77 @@ WRAPPERS = {
         ties=False,
         tied_by="text_config",
         parts="vision_model|multi_modal_projector",
+    ),
+    "llava_next": Wrapper(architecture="LlavaNextForConditionalGeneration", text="llama", named=_NAMED, parts=_NEWLINE),
+    "llava_next_video": Wrapper(
+        architecture="LlavaNextVideoForConditionalGeneration",
+        text="llama",
+        named=_NAMED,
+        tied_by="text_config",
+        parts=f"{_NEWLINE}|vision_resampler",
+    ),
+    "llava_onevision": Wrapper(
+        architecture="LlavaOnevisionForConditionalGeneration",
+        text="qwen2",
+        named=_NAMED,
+        tied_by="text_config",
+        parts=_NEWLINE,
+    ),
+    "vipllava": Wrapper(architecture="VipLlavaForConditionalGeneration", text="llama", named=_NAMED),
+    "video_llava": Wrapper(
+        architecture="VideoLlavaForConditionalGeneration",
+        text="llama",
+        named=_NAMED,
+        parts="video_tower|image_tower|multi_modal_projector",
+    ),
+    "cohere2_vision": Wrapper(
+        architecture="Cohere2VisionForConditionalGeneration", text="cohere2", named=_NAMED, tied=True
+    ),
+    "exaone4_5": Wrapper(
+        architecture="Exaone4_5_ForConditionalGeneration",
+        text="exaone4",
+        named=dict.fromkeys(("exaone4", "exaone4_5_text"), "exaone4"),
+        parts=f"{_VISUAL}|mtp",
+    ),
+    "ovis2": Wrapper(
+        architecture="Ovis2ForConditionalGeneration",
+        text="qwen2",
+        named=_NAMED,
+        tied=True,
+        parts="vision_tower|visual_embeddings_table",
+    ),
+    "got_ocr2": Wrapper(architecture="GotOcr2ForConditionalGeneration", text="qwen2", named=_NAMED, tied=True),
+    "lighton_ocr": Wrapper(
+        architecture="LightOnOcrForConditionalGeneration",
+        text="qwen3",
+        named=_NAMED,
+        tied=True,
+        parts="vision_encoder|vision_projection",
+    ),
+    "deepseek_vl": Wrapper(
+        architecture="DeepseekVLForConditionalGeneration",
+        text="llama",
+        named=_NAMED,
+        tied=True,
+        parts="vision_model|aligner",
+    ),
+    "granite4_vision": Wrapper(
+        architecture="Granite4VisionForConditionalGeneration",
+        text="granite",
+        caps=True,
+        parts=f"{_NEWLINE}|layerwise_projectors|spatial_projectors",
+    ),
+    # ERNIE's block with Llama's rotary positions.
+    "paddleocr_vl": Wrapper(
+        architecture="PaddleOCRVLForConditionalGeneration",
+        text="llama",
+        tied=True,
+        tied_by="text_config",
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "num_key_value_heads": 2, "head_dim": 128}
+        | {"use_bias": False},
+        spread={"use_bias": ("attention_bias", "mlp_bias")},
+        flat=True,
+        parts=f"{_VISUAL}|mlp_AR",
     ),
 }
 # What families do to the logits, and transformers' wrappers do not.
@@ -169,6 +246,7 @@ def text_part(values: Values) -> dict[str, Any]:
     family = FAMILIES[_text_type(inner, wrapper, model_type)]
     ids = {key: values[key] for key in _IDS if key in values}
     text = {**wrapper.defaults, **ids, **inner, **wrapper.fixed, "model_type": family.model_type}
+    text |= {key: text[name] for name, keys in wrapper.spread.items() for key in keys}
     text |= {key: _along_text(inner[key], wrapper) for key in ("rope_scaling", "rope_parameters") if key in inner}
     if wrapper.squared and text.get("head_dim") is None:
         width, heads = (text.get(key) or 0 for key in ("hidden_size", "num_attention_heads"))
@@ -192,7 +270,7 @@ def names(config: Values) -> Names:
     wrapper = WRAPPERS.get(config["model_type"])
     if wrapper is None:
         return of_text
-    parts = rf"{of_text.parts}|^(?:model\.)?(?:{wrapper.parts})\."
+    parts = rf"{of_text.parts}|^(?:model\.)?(?:{wrapper.parts})(?:\.|$)"
     return dataclasses.replace(of_text, renamed=of_text.renamed + wrapper.renamed, parts=parts)
 
 
@@ -217,7 +295,7 @@ def _inner(values: Values, wrapper: Wrapper) -> dict[str, Any]:
     """The keys of the language model."""
     inner = values.get("text_config")
     if inner is None and wrapper.flat:
-        outer = ("text_config", "vision_config", "tie_word_embeddings", *_NOT_FLAT)
+        outer = {"text_config", "vision_config", "tie_word_embeddings", *_NOT_FLAT} - wrapper.defaults.keys()
         return {key: value for key, value in values.items() if key not in outer}
     return dict(inner or {})
 

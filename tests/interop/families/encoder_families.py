@@ -57,6 +57,19 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "nomic_bert": dict(BERT, model_type="nomic_bert", hidden_act="silu", head_dim=12, type_vocab_size=2, pad_token_id=0)
     | {"rope_parameters": YARN},
+    # Narrow: with wide heads transformers' own float32 is too far from float64.
+    "roberta-prelayernorm": dict(BERT, model_type="roberta-prelayernorm", hidden_act="relu", pad_token_id=3)
+    | {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 8},
+    "eurobert": {key: value for key, value in BERT.items() if key not in ("layer_norm_eps", "hidden_act")}
+    | {
+        "model_type": "eurobert",
+        "mask_token_id": 3,
+        "rms_norm_eps": 1e-4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "pad_token_id": 0,
+    }
+    | {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN},
 }
 TYPES = {case["model_type"] for case in CASES.values()}
 

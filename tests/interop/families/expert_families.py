@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_sizes import RMS, rope
+from family_sizes import LAYER, RMS, rope
 
 FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
 
@@ -116,4 +116,35 @@ CASES: dict[str, dict[str, Any]] = {
     }
     | {"moe_intermediate_size": 24, "num_shared_experts": 2, "route_scale": 1.5, "mup_enabled": True}
     | {"rope_parameters": rope(theta=500.0)},
+    "minicpm3": dict(
+        RMS, model_type="minicpm3", scale_emb=3, scale_depth=0.7, dim_model_base=8, tie_word_embeddings=True
+    )
+    | LATENT
+    | {"rope_parameters": LONG},
+    "hy_v3": dict(RMS, model_type="hy_v3", num_hidden_layers=3, head_dim=12, num_experts=6, num_experts_per_tok=2)
+    | {"num_shared_experts": 2, "moe_intermediate_size": 24, "router_scaling_factor": 1.5, "attention_bias": True}
+    | {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": rope(theta=500.0)},
+    "cohere2_moe": dict(LAYER, model_type="cohere2_moe", num_hidden_layers=4, head_dim=12, logit_scale=0.25)
+    | {"sliding_window": 5, "num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "attention_bias": True}
+    | {"prefix_dense_intermediate_size": 40, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+    | {
+        "layer_types": [WHOLE, WINDOW, WHOLE, WINDOW],
+        "tie_word_embeddings": True,
+        "rope_parameters": rope(theta=500.0),
+    },
+    "cohere2_moe_sigmoid": dict(
+        RMS, model_type="cohere2_moe", num_hidden_layers=3, head_dim=8, logit_scale=0.25, sliding_window=5
+    )
+    | {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"}
+    | {"norm_topk_prob": False, "shared_expert_combination_strategy": "sum"}
+    | {"first_k_dense_replace": 1, "prefix_dense_sliding_window_pattern": 2, "rope_parameters": rope(theta=500.0)},
+    "granitemoe_swa": dict(RMS, model_type="granitemoe_swa", num_hidden_layers=4, num_local_experts=4)
+    | FACTORS
+    | {"num_experts_per_tok": 2, "shared_intermediate_size": 40, "attention_bias": True, "sliding_window": 5}
+    | {"layer_types": [WHOLE, WINDOW, WINDOW, WHOLE], "layer_rope_theta": [500.0, 100.0, 100.0, 0.0]}
+    | {"rope_parameters": rope(theta=500.0)},
+    "axk1": dict(RMS, model_type="axk1", mlp_layer_types=["dense", "sparse", "sparse"])
+    | DEEPSEEK
+    | LATENT
+    | {"rope_parameters": YARN},
 }

@@ -100,4 +100,15 @@ CASES: dict[str, dict[str, Any]] = {
     "minimax_lightning": MINIMAX | dict(layer_types=["linear_attention"] * 3, num_key_value_heads=4),
     "recurrent_gemma": dict(RMS, model_type="recurrent_gemma", num_hidden_layers=4, attention_window_size=7)
     | dict(lru_width=24, conv1d_width=3, logits_soft_cap=2.0, attention_bias=True, tie_word_embeddings=True),
+    "lfm3": dict(SIZES, model_type="lfm3", norm_eps=1e-5, num_hidden_layers=5, head_dim=12, conv_L_cache=4)
+    | dict(layer_types=["conv", "full_attention", "sliding_attention", "conv", "sliding_attention"], sliding_window=5)
+    | dict(attention_bias=True)
+    | dict(
+        rope_parameters={
+            "full_attention": rope("proportional", 500.0, partial_rotary_factor=0.5),
+            "sliding_attention": rope(theta=100.0),
+        }
+    ),
+    "lfm3_plain": dict(SIZES, model_type="lfm3", norm_eps=1e-5, num_hidden_layers=4, head_dim=8)
+    | dict(use_sandwich_norm=False, use_attention_gate=False, tie_word_embeddings=True),
 }

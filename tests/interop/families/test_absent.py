@@ -54,6 +54,20 @@ def test_sines_and_a_bias_that_a_file_lacks_are_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(params["encoder"]["position_embedding"], api.sine_table(64, 32))
 
 
+def test_published_files_of_axk1_have_no_correction_and_norms_of_dense_layers(tmp_path):
+    norm, corrections = "model.layers.{}.post_mlp_layernorm.weight", "mlp.gate.e_score_correction_bias"
+
+    def published(tensors):
+        changed = {key: x for key, x in tensors.items() if not key.endswith(corrections)}
+        return changed | {norm.format(0): np.ones(32, np.float32)}
+
+    tensors = write(tmp_path, "axk1", published)
+    mlp = loaded(tmp_path)["layers"]["mlp"]
+    assert mlp["correction"].shape == (2, 8) and not np.asarray(mlp["correction"]).any()
+    scales = [tensors[norm.format(layer)] for layer in (1, 2)]
+    np.testing.assert_array_equal(mlp["output_norm"]["scale"], scales)
+
+
 def test_a_file_of_the_model_without_its_head_is_read(tmp_path):
     tensors = write(
         tmp_path,

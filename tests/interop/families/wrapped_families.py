@@ -111,8 +111,71 @@ CASES: dict[str, dict[str, Any]] = {
         | dict(tie_word_embeddings=True, rope_parameters=rope()),
         SIGHT | dict(vision_output_dim=8, projector_input_dim=8, projector_output_dim=8, intermediate_size=32),
     ),
+    "llava_next": around("llava_next", dict(TEXT, model_type="mistral", sliding_window=8, rope_parameters=rope()))
+    | dict(tie_word_embeddings=True),
+    "llava_next_video": around(
+        "llava_next_video", dict(TEXT, model_type="llama", rope_parameters=rope(), tie_word_embeddings=True)
+    ),
+    "llava_onevision": around("llava_onevision", dict(TEXT, model_type="qwen2", rope_parameters=rope())),
+    "vipllava": around("vipllava", dict(TEXT, model_type="llama", mlp_bias=True, rope_parameters=rope()))
+    | dict(vision_feature_layers=[-1]),
+    "video_llava": around("video_llava", dict(TEXT, model_type="llama", head_dim=12, rope_parameters=rope())),
+    "cohere2_vision": around(
+        "cohere2_vision",
+        dict(TEXT, model_type="cohere2", layer_norm_eps=1e-5, num_hidden_layers=4, sliding_window=8, logit_scale=0.25)
+        | dict(rope_parameters=rope(), layer_types=WINDOWS * 2),
+    ),
+    "exaone4_5": around(
+        "exaone4_5",
+        dict(TEXT, model_type="exaone4", num_hidden_layers=4, sliding_window=5, layer_types=WINDOWS * 2)
+        | dict(rope_parameters=rope(theta=500.0)),
+        GRID_SIGHT | dict(fullatt_block_indexes=[0], num_key_value_heads=1),
+    ),
+    "glm46v": around(
+        "glm46v",
+        dict(TEXT, model_type="glm4v_text", rope_parameters=rope(partial_rotary_factor=0.5, mrope_section=[1, 1])),
+        GRID_SIGHT | dict(image_size=28, model_type="glm4v_vision"),
+    ),
+    "ovis2": around("ovis2", dict(TEXT, model_type="qwen2", rope_parameters=rope()), SIGHT | dict(vocab_size=16))
+    | dict(hidden_size=32, vocab_size=96, tie_word_embeddings=False),
+    "got_ocr2": around(
+        "got_ocr2",
+        dict(TEXT, model_type="qwen2", rope_parameters=rope()),
+        dict(SIGHT, output_channels=8, global_attn_indexes=[0], mlp_dim=8, window_size=2),
+    ),
+    "lighton_ocr": around(
+        "lighton_ocr", dict(TEXT, model_type="qwen3", head_dim=12, rope_parameters=rope()), SIGHT | dict(head_dim=8)
+    ),
+    "deepseek_vl": around("deepseek_vl", dict(TEXT, model_type="llama", rope_parameters=rope()))
+    | dict(tie_word_embeddings=False),
+    "granite4_vision": around(
+        "granite4_vision",
+        dict(TEXT, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
+        | dict(attention_bias=True, mlp_bias=True, rope_parameters=rope()),
+        SIGHT | dict(hidden_size=64, image_size=56),
+    )
+    | dict(downsample_rate="1/2", deepstack_layer_map=[[0, 0]], spatial_target_layers=[0, 0, 1, 1]),
+    "paddleocr_vl": around(
+        "paddleocr_vl",
+        dict(TEXT, head_dim=16, use_bias=True, rope_parameters=rope(mrope_section=[4, 2, 2])),
+        SIGHT,
+    ),
 }
 CLASSES = {
+    "llava_next": "LlavaNextForConditionalGeneration",
+    "llava_next_video": "LlavaNextVideoForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
+    "vipllava": "VipLlavaForConditionalGeneration",
+    "video_llava": "VideoLlavaForConditionalGeneration",
+    "cohere2_vision": "Cohere2VisionForConditionalGeneration",
+    "exaone4_5": "Exaone4_5_ForConditionalGeneration",
+    "glm46v": "Glm46VForConditionalGeneration",
+    "ovis2": "Ovis2ForConditionalGeneration",
+    "got_ocr2": "GotOcr2ForConditionalGeneration",
+    "lighton_ocr": "LightOnOcrForConditionalGeneration",
+    "deepseek_vl": "DeepseekVLForConditionalGeneration",
+    "granite4_vision": "Granite4VisionForConditionalGeneration",
+    "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",

@@ -194,18 +194,20 @@ def expert_layers(sparse: Sequence[bool], of: str) -> dict[str, Any]:
 OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def recurrent(values: Values, name: str, *, both: bool = True) -> dict[str, Any]:
+def recurrent(values: Values, name: str, *, both: bool = True, windows: bool = False) -> dict[str, Any]:
     """Our layer_pattern for layer_types, in which recurrent layers have this name.
 
     Args:
       values: of config.json.
       name: of recurrent layers.
       both: whether there must be layers of both kinds.
+      windows: whether layers that attend may have a window.
 
     Raises:
       UserError: a layer is of another kind, or there is not one entry for each layer.
     """
     count, kinds = values["num_hidden_layers"], {name: "recurrent", "full_attention": "global"}
+    kinds |= {"sliding_attention": "local"} if windows else {}
     given = values.get("layer_types")
     if not isinstance(given, list):
         raise UserError(f"config.json has layer_types = {given!r}, must be a list with one entry for each layer")
@@ -214,15 +216,16 @@ def recurrent(values: Values, name: str, *, both: bool = True) -> dict[str, Any]
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(kinds)}")
     if len(types) != count:
         raise UserError(f"config.json has {len(types)} layer_types, must be one for each of {count} layers")
-    if both and set(types) != set(kinds):
+    if both and (name not in types or len({*types} - {name}) == 0):
         raise UserError(f"config.json has layer_types {types[0]!r} alone, must have both of {', '.join(kinds)}")
     return {"layer_pattern": shortest([kinds[kind] for kind in types])}
 
 
-def write_recurrent(config: TransformerConfig, name: str) -> dict[str, Any]:
-    """The way back: layer_types, of a decoder whose layers are all of these two kinds."""
+def write_recurrent(config: TransformerConfig, name: str, *, windows: bool = False) -> dict[str, Any]:
+    """The way back: layer_types, of a decoder whose layers are all of these kinds."""
     assert isinstance(config, DecoderConfig), "the family's kind"
-    return {"layer_types": [name if kind == "recurrent" else "full_attention" for kind in config.kinds]}
+    names = {"recurrent": name} | ({"local": "sliding_attention"} if windows else {})
+    return {"layer_types": [names.get(str(kind), "full_attention") for kind in config.kinds]}
 
 
 def unrotated(types: Sequence[str], rotated: Sequence[object], window: int | None, of: str) -> dict[str, Any]:

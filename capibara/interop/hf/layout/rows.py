@@ -70,6 +70,7 @@ EXPERTS = {
     **{f"layers/{projection.path}": "l" + letters(projection.axes) for projection in projections.EXPERTS},
     "layers/mlp/router_bias": "le",
     "layers/mlp/correction": "le",
+    "layers/mlp/output_norm/scale": "ld",
     "layers/mlp/shared_switch": "lds",
     **{f"layers/{projection.path}": "l" + letters(projection.axes) for projection in projections.SHARED},
     **{f"layers/{projection.path}_bias": "le" + letters(projection.out_axes) for projection in projections.EXPERTS},
@@ -204,7 +205,8 @@ class Names:
       ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
       parts: pattern of tensors of parts that are not supported.
       aliases: other names of the table's tensors, of tensors that transformers ties to them.
-      absent: tensors that a checkpoint may lack -> what transformers has in their place, from the values of config.json.
+      absent: tensors that a checkpoint may lack -> what transformers has in their place, from the values of config.json;
+        with {l}: of the layers in which their module has others.
       cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
     """

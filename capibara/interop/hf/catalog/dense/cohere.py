@@ -13,7 +13,7 @@ _HEAD_NORMS = rows(
     {A + "query_norm/scale": "lnh", A + "key_norm/scale": "lnh"},
 )
 
-_COHERE = without(LLAMA, "post_attention_layernorm") + ATTENTION_BIASES
+COHERE = without(LLAMA, "post_attention_layernorm") + ATTENTION_BIASES
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"}
 _KEYS |= {"norm_eps": "layer_norm_eps", "logit_scale": "logit_scale"}
 _DEFAULTS = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 0.0625}
@@ -22,6 +22,22 @@ _DEFAULTS = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 0.0625
 def _prepare(values: Values) -> Values:
     return last_of(values["sliding_window_pattern"])(values)
 
+
+# Its layers without a window have no rotary positions.
+COHERE2 = Family(
+    model_type="cohere2",
+    architectures=("Cohere2ForCausalLM",),
+    keys=_KEYS,
+    fixed={"norm": "layer_unbiased", "residual": "shared"},
+    read_keys=("head_dim",),
+    defaults=_DEFAULTS | {"rope_theta": 10_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
+    biases=ATTENTION_BIAS,
+    window="types",
+    kinds={"full_attention": "unrotated", "sliding_attention": "local"},
+    pairs="adjacent",
+    tied=True,
+    prepare=_prepare,
+)
 
 FAMILIES = (
     (
@@ -38,24 +54,7 @@ FAMILIES = (
             read=lambda values: {"qk_norm": "heads" if values.get("use_qk_norm") else "none"},
             write=lambda config: {"use_qk_norm": config.qk_norm == "heads"},
         ),
-        Names(_COHERE + _HEAD_NORMS, *LLAMA_LIKE),
+        Names(COHERE + _HEAD_NORMS, *LLAMA_LIKE),
     ),
-    (
-        # Its layers without a window have no rotary positions.
-        Family(
-            model_type="cohere2",
-            architectures=("Cohere2ForCausalLM",),
-            keys=_KEYS,
-            fixed={"norm": "layer_unbiased", "residual": "shared"},
-            read_keys=("head_dim",),
-            defaults=_DEFAULTS | {"rope_theta": 10_000.0, "sliding_window": 4096, "sliding_window_pattern": 4},
-            biases=ATTENTION_BIAS,
-            window="types",
-            kinds={"full_attention": "unrotated", "sliding_attention": "local"},
-            pairs="adjacent",
-            tied=True,
-            prepare=_prepare,
-        ),
-        Names(_COHERE, *LLAMA_LIKE),
-    ),
+    (COHERE2, Names(COHERE, *LLAMA_LIKE)),
 )

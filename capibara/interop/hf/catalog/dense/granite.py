@@ -99,6 +99,7 @@ FACTORS = {
 }
 FACTORS_READ = dict.fromkeys((*FACTORS.values(), "logits_scaling"), 1.0)
 _UNSCALED = {key: value for key, value in FACTORS_READ.items() if key != "attention_multiplier"}
+SINKS = rows([(L + "self_attn.sinks", "n", A + "sinks")])
 _BIASES = {"attention_bias": "attention", "mlp_bias": "mlp"}
 _POST_NORMS = rows(
     [
@@ -134,7 +135,7 @@ FAMILIES = (
         ),
         Names(LLAMA_BIASED, *LLAMA_LIKE),
     ),
-    (GRANITE_SWA, Names(LLAMA_BIASED + rows([(L + "self_attn.sinks", "n", A + "sinks")]), *LLAMA_LIKE)),
+    (GRANITE_SWA, Names(LLAMA_BIASED + SINKS, *LLAMA_LIKE)),
     (
         # HyperCLOVA X (Naver 2025): its logits are multiplied where Granite's are divided.
         Family(

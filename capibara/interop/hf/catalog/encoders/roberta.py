@@ -72,6 +72,13 @@ _XL = without(BERT, "LayerNorm") + rows(
         *norm("bert.encoder.LayerNorm", "final_norm"),
     ]
 )
+_PRELAYERNORM = without(BERT, "output.LayerNorm") + rows(
+    [
+        *norm(f"{_BLOCK}attention.LayerNorm", "layers/attention_norm"),
+        *norm(f"{_BLOCK}intermediate.LayerNorm", "layers/mlp_norm"),
+        *norm("bert.LayerNorm", "final_norm"),
+    ]
+)
 _PARTS = (
     ("attention.self.query", "attention.attn.q"),
     ("attention.self.key", "attention.attn.k"),
@@ -91,6 +98,10 @@ FAMILIES = (
     (
         _family("xlm-roberta-xl", "XLMRobertaXLForMaskedLM", norm_placement="pre", embedding_norm="none"),
         _names(_XL, "roberta"),
+    ),
+    (
+        _family("roberta-prelayernorm", "RobertaPreLayerNormForMaskedLM", norm_placement="pre"),
+        _names(_PRELAYERNORM, "roberta_prelayernorm"),
     ),
     (
         # MPNet (Song et al. 2020, arXiv:2004.09297). Its code has 32 buckets, whatever the size of their table.

@@ -1,13 +1,31 @@
-"""Granite's mixtures of experts (IBM 2024), with and without a shared expert."""
+"""Granite's mixtures of experts (IBM 2024), with and without a shared expert, and with windows and sinks (2026)."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from capibara.interop.hf.catalog.dense.granite import FACTORS, FACTORS_READ, read_factors, write_factors
+from capibara.interop.hf.catalog.dense.granite import (
+    FACTORS,
+    FACTORS_READ,
+    GRANITE_SWA,
+    SINKS,
+    read_factors,
+    write_factors,
+)
 from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values
-from capibara.interop.hf.layout.rows import ATTENTION_BIASES, EXPERTS, LLAMA, LLAMA_LIKE, L, M, Names, rows, without
+from capibara.interop.hf.layout.rows import (
+    ATTENTION_BIASES,
+    EXPERTS,
+    LLAMA,
+    LLAMA_LIKE,
+    L,
+    M,
+    Names,
+    renamed,
+    rows,
+    without,
+)
 from capibara.models.api import TransformerConfig
 
 _GRANITEMOE = (
@@ -21,6 +39,12 @@ _GRANITEMOE = (
         ],
         EXPERTS,
     )
+)
+_IN_MEMORY = renamed(  # as transformers 5 has them, and stores them for the model with windows
+    _GRANITEMOE,
+    ("router.layer.weight", "router.weight"),
+    ("input_linear.weight", "experts.gate_up_proj"),
+    ("output_linear.weight", "experts.down_proj"),
 )
 _SHARED = rows(
     [
@@ -52,10 +76,19 @@ def _read_shared(values: Values) -> dict[str, Any]:
     return {"shared_experts": 1, "shared_dim": width} if width else {}
 
 
-def _write_shared(config: TransformerConfig) -> dict[str, Any]:
+def _shared_width(config: TransformerConfig) -> dict[str, Any]:
     moe = config.moe
     width = 0 if moe is None else moe.shared_experts * (moe.shared_dim or moe.expert_dim or config.mlp_dim)
-    return write_factors(config) | {"shared_intermediate_size": width}
+    return {"shared_intermediate_size": width}
+
+
+def _write_shared(config: TransformerConfig) -> dict[str, Any]:
+    return write_factors(config) | _shared_width(config)
+
+
+def _write_windows(config: TransformerConfig) -> dict[str, Any]:
+    assert GRANITE_SWA.write is not None, "it has factors to write"
+    return GRANITE_SWA.write(config) | _shared_width(config)
 
 
 FAMILIES = (
@@ -70,5 +103,21 @@ FAMILIES = (
             write=_write_shared,
         ),
         Names(_GRANITEMOE + _SHARED, *LLAMA_LIKE),
+    ),
+    (
+        dataclasses.replace(
+            GRANITE_SWA,
+            model_type="granitemoe_swa",
+            architectures=("GraniteMoeSWAForCausalLM",),
+            defaults=_MOE.defaults | {"shared_intermediate_size": 0, "sliding_window": 128},
+            biases=ATTENTION_BIAS,
+            tied=False,
+            aliases=_MOE.aliases,
+            experts=_MOE.experts,
+            moe=_MOE.moe,
+            read_moe=_read_shared,
+            write=_write_windows,
+        ),
+        Names(_IN_MEMORY + _SHARED + SINKS, *LLAMA_LIKE),
     ),
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 from capibara.core import projections
 from capibara.core.types import UserError
-from capibara.interop.hf.catalog.experts.deepseek import LATENT_ROWS, read_latent, write_latent
 from capibara.interop.hf.catalog.experts.glm import (
     DEEPSEEK_KEYS,
     DEEPSEEK_MOE,
@@ -14,6 +13,7 @@ from capibara.interop.hf.catalog.experts.glm import (
     with_mlp_types,
     write_mlp_types,
 )
+from capibara.interop.hf.catalog.latent.deepseek import LATENT_ROWS, read_latent, write_latent
 from capibara.interop.hf.layout.family import (
     LATENT_SIZES,
     NO_BIAS,

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from capibara.interop.hf.layout.family import KEYS, Family, Values, recurrent, write_recurrent
+from capibara.core.types import UserError
+from capibara.interop.hf.layout.family import (
+    ATTENTION_BIAS,
+    KEYS,
+    Family,
+    Values,
+    recurrent,
+    with_rope,
+    write_recurrent,
+)
 from capibara.interop.hf.layout.rows import (
+    ATTENTION_BIASES,
     EXPERTS,
     FIRST_MLP,
     LLAMA,
     LLAMA_LIKE,
     QK_NORM,
+    A,
     L,
     M,
     Names,
@@ -74,11 +85,14 @@ def _read(values: Values) -> dict[str, Any]:
     return recurrent(values, "conv") | {"mixer": ShortConv(taps=values["conv_L_cache"])}
 
 
-def _write(config: TransformerConfig) -> dict[str, Any]:
+def _write(config: TransformerConfig, *, windows: bool = False) -> dict[str, Any]:
     assert isinstance(config, DecoderConfig), "the family's kind"
     if not isinstance(config.mixer, ShortConv):
         return {}
-    return write_recurrent(config, "conv") | {"conv_L_cache": config.mixer.taps, "full_attn_idxs": None}
+    return write_recurrent(config, "conv", windows=windows) | {
+        "conv_L_cache": config.mixer.taps,
+        "full_attn_idxs": None,
+    }
 
 
 _MOE_KEYS = {
@@ -113,6 +127,56 @@ def _write_moe(config: TransformerConfig) -> dict[str, Any]:
 
 
 _KEYS = {ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"} | {"norm_eps": "norm_eps"}
+
+_LFM3 = renamed(_ATTENTION, ("self_attn.out_proj", "self_attn.o_proj"), ("_layernorm.", "_norm.")) + rows(
+    [
+        (L + "self_attn.gate_proj.weight", "n d", A + "head_gate"),
+        (L + "post_operator_norm.weight", "d", "layers/attention_post_norm/scale"),
+        (L + "post_ffn_norm.weight", "d", "layers/mlp_post_norm/scale"),
+    ],
+    {A + "head_gate": "ldn"},
+)
+_LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
+
+
+def _prepare_lfm3(values: Values) -> Values:
+    """With a kind for each layer; a window is looked at in layers that have one."""
+    values = with_rope(values, _LFM3_ROPE)
+    if values.get("layer_types") is None:
+        places = [layer % 4 if layer else 1 for layer in range(values["num_hidden_layers"])]
+        kinds = {2: "full_attention", 0: "sliding_attention"}
+        values = {**values, "layer_types": [kinds.get(place, "conv") for place in places]}
+    if "sliding_attention" in values["layer_types"] and not values.get("sliding_window"):
+        raise UserError(
+            "config.json of an lfm3 has layer_types 'sliding_attention' without a sliding_window, must be at least 1: try 256"
+        )
+    return values
+
+
+def _read_lfm3(values: Values) -> dict[str, Any]:
+    pattern = recurrent(values, "conv", windows=True)
+    return pattern | {
+        "mixer": ShortConv(taps=values["conv_L_cache"]),
+        "window": values["sliding_window"] if "local" in pattern["layer_pattern"] else None,
+        "norm_placement": "sandwich" if values["use_sandwich_norm"] else "pre",
+        "attention_gate": "head_sigmoid" if values["use_attention_gate"] else "none",
+    }
+
+
+def _write_lfm3(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    written = _write(config, windows=True)
+    if not written:
+        return {}
+    return {key: value for key, value in written.items() if key != "full_attn_idxs"} | {
+        "sliding_window": config.window or 256,
+        "use_sandwich_norm": config.norm_placement == "sandwich",
+        "use_attention_gate": config.attention_gate == "head_sigmoid",
+    }
+
 
 FAMILIES = (
     (
@@ -156,5 +220,34 @@ FAMILIES = (
             write=_write_moe,
         ),
         Names(_ATTENTION + _EXPERTS + _CONV, *LLAMA_LIKE),
+    ),
+    (
+        # LFM3 (Liquid AI 2026): windows in some layers, norms on both sides, heads with gates.
+        Family(
+            model_type="lfm3",
+            architectures=("Lfm3ForCausalLM",),
+            keys=KEYS | {"norm_eps": "norm_eps"},
+            fixed={"qk_norm": "head", "activation": "swiglu"},
+            activation="",
+            defaults={"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "norm_eps": 1e-5, "head_dim": 128}
+            | {"num_key_value_heads": 4, "conv_L_cache": 7, "sliding_window": 256, "use_sandwich_norm": True}
+            | {"use_attention_gate": True},
+            only={"conv_bias": (False, None)},
+            mixer_keys={"taps": "conv_L_cache"},
+            read_keys=("layer_types",),
+            aliases={"rms_norm_eps": "norm_eps"},
+            biases=ATTENTION_BIAS,
+            tied=True,
+            rope_by_layer=True,
+            old_rope=False,
+            prepare=_prepare_lfm3,
+            read=_read_lfm3,
+            write=_write_lfm3,
+        ),
+        Names(
+            _LFM3 + ATTENTION_BIASES + _MLP + _CONV,
+            (*LLAMA_LIKE[0], (r"self_attn\.g_proj\.", "self_attn.gate_proj.")),
+            LLAMA_LIKE[1],
+        ),
     ),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.dense.mistral import read_growth, write_growth
 from capibara.interop.hf.catalog.experts.glm import (
@@ -15,6 +17,7 @@ from capibara.interop.hf.catalog.experts.glm import (
 from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, NO_BIAS, SILU, Family, Values, with_rope
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
+    EXPERTS,
     FIRST_MLP,
     LLAMA,
     LLAMA_LIKE,
@@ -25,10 +28,10 @@ from capibara.interop.hf.layout.rows import (
     shared_experts,
     without,
 )
-from capibara.interop.hf.tables import FUSED_EXPERTS
+from capibara.interop.hf.tables import FUSED_EXPERTS, OUTPUT_NORM
 from capibara.models.api import DecoderConfig, Indexer, LatentAttention, TransformerConfig
 
-_SIZE_KEYS = (*LATENT_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
+LATENT_SIZE_KEYS = (*LATENT_SIZES.values(), "qk_nope_head_dim", "num_key_value_heads")
 _DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEFAULTS |= {"qk_nope_head_dim": 128}
 _LAYOUTS = {
@@ -50,7 +53,7 @@ LATENT_ROWS = without(LLAMA, "k_proj", "v_proj", ".mlp.") + rows(
     ],
     _LAYOUTS,
 )
-_MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
+MLP = tuple(row for row in LLAMA if ".mlp." in row.name)
 
 
 def read_latent(values: Values, indexer: Indexer | None = None) -> dict[str, Any]:
@@ -165,7 +168,7 @@ MISTRAL4 = Family(
     | {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 64}
     | {"num_experts_per_tok": 4, "n_routed_experts": 128, "moe_intermediate_size": 2048, "norm_topk_prob": True}
     | {"first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
-    read_keys=(*_SIZE_KEYS, "head_dim"),
+    read_keys=(*LATENT_SIZE_KEYS, "head_dim"),
     pairs_key="rope_interleave",
     aliases={"num_local_experts": "n_routed_experts"},
     old_rope=False,
@@ -176,6 +179,21 @@ MISTRAL4 = Family(
     write=_write_mistral4,
     **_COMMON,
 )
+
+
+def _prepare_axk1(values: Values) -> Values:
+    """With a kind of MLP for each layer, and latents of the queries."""
+    if values.get("q_lora_rank") is None:
+        raise UserError("config.json of an axk1 has q_lora_rank = None, must be at least 1: copy the file again")
+    if values.get("mlp_layer_types") is not None:
+        return values
+    first, every = values["first_k_dense_replace"], values["moe_layer_freq"]
+    if every < 1:
+        raise UserError(f"config.json has moe_layer_freq = {every}, must be at least 1: copy the file again")
+    layers = range(values["num_hidden_layers"])
+    kinds = ["sparse" if layer >= first and layer % every == 0 else "dense" for layer in layers]
+    return {**values, "mlp_layer_types": kinds}
+
 
 FAMILIES = (
     (
@@ -188,7 +206,7 @@ FAMILIES = (
             | {"num_experts_per_tok": 8, "n_routed_experts": 256, "moe_intermediate_size": 2048, "norm_topk_prob": True}
             | {"first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
             | {"routed_scaling_factor": 2.5},
-            read_keys=_SIZE_KEYS,
+            read_keys=LATENT_SIZE_KEYS,
             pairs_key="rope_interleave",
             aliases={"num_local_experts": "n_routed_experts"},
             experts="n_routed_experts",
@@ -210,7 +228,7 @@ FAMILIES = (
             | _DEFAULTS
             | {"n_routed_experts": 64, "moe_intermediate_size": 1407, "first_k_dense_replace": 0, "n_shared_experts": 2}
             | {"routed_scaling_factor": 1.0, "topk_method": "greedy"},
-            read_keys=(*_SIZE_KEYS, "n_group", "topk_group"),
+            read_keys=(*LATENT_SIZE_KEYS, "n_group", "topk_group"),
             aliases={"num_experts": "n_routed_experts"},
             experts="n_routed_experts",
             moe={"gates": "scores", "group_score": "best"},
@@ -228,14 +246,14 @@ FAMILIES = (
             architectures=("YoutuForCausalLM",),
             keys=_KEYS,
             defaults=SILU | _DEFAULTS,
-            read_keys=_SIZE_KEYS,
+            read_keys=LATENT_SIZE_KEYS,
             pairs_key="rope_interleave",
             tied=True,
             read=read_latent,
             write=write_latent,
             **_COMMON,
         ),
-        Names(LATENT_ROWS + _MLP, *LLAMA_LIKE),
+        Names(LATENT_ROWS + MLP, *LLAMA_LIKE),
     ),
     (
         # GLM 4.7 Flash (Z.ai 2026).
@@ -248,7 +266,7 @@ FAMILIES = (
             | {"qk_nope_head_dim": 192, "num_experts_per_tok": 4, "n_routed_experts": 64, "n_shared_experts": 1}
             | {"moe_intermediate_size": 1536, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
             | {"routed_scaling_factor": 1.8},
-            read_keys=(*_SIZE_KEYS, "mlp_layer_types"),
+            read_keys=(*LATENT_SIZE_KEYS, "mlp_layer_types"),
             pairs_key="rope_interleave",
             aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
             experts="n_routed_experts",
@@ -273,7 +291,7 @@ FAMILIES = (
             | {"q_lora_rank": None, "num_experts_per_tok": 8, "n_routed_experts": 128, "moe_intermediate_size": 2048}
             | {"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
             | {"routed_scaling_factor": 2.5},
-            read_keys=_SIZE_KEYS,
+            read_keys=LATENT_SIZE_KEYS,
             pairs_key="rope_interleave",
             aliases=dict.fromkeys(("num_local_experts", "num_experts"), "n_routed_experts")
             | {"num_shared_experts": "n_shared_experts"},
@@ -288,4 +306,36 @@ FAMILIES = (
         Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
     ),
     (MISTRAL4, Names(LATENT_ROWS + FIRST_MLP + FUSED_EXPERTS + shared_experts("mlp.shared_experts"), *LLAMA_LIKE)),
+    (
+        # A.X-K1 (SK Telecom 2026). Its published files have no correction of the choice.
+        Family(
+            model_type="axk1",
+            architectures=("AXK1ForCausalLM",),
+            keys=_KEYS,
+            defaults=SILU
+            | _DEFAULTS
+            | {"num_experts_per_tok": 8, "n_routed_experts": 192, "moe_intermediate_size": 2048, "norm_topk_prob": True}
+            | {"first_k_dense_replace": 1, "moe_layer_freq": 1, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
+            | {"routed_scaling_factor": 2.5},
+            read_keys=(*LATENT_SIZE_KEYS, "mlp_layer_types"),
+            pairs_key="rope_interleave",
+            aliases={"num_local_experts": "n_routed_experts"},
+            experts="n_routed_experts",
+            moe=DEEPSEEK_MOE | {"output_norm": "layer"},
+            moe_keys={ours: key for ours, key in DEEPSEEK_KEYS.items() if ours != "first_dense"},
+            read_moe=read_mlp_types,
+            prepare=_prepare_axk1,
+            read=read_latent,
+            write=_write_lite,
+            **_COMMON,
+        ),
+        Names(
+            LATENT_ROWS + DEEPSEEK_EXPERTS + rows([(L + "post_mlp_layernorm.weight", "d", OUTPUT_NORM)], EXPERTS),
+            (*LLAMA_LIKE[0], (r"mlp\.post_mlp_layernorm\.", "post_mlp_layernorm.")),
+            LLAMA_LIKE[1],
+            absent={
+                L + "mlp.gate.e_score_correction_bias": lambda values: np.zeros(values["n_routed_experts"], np.float32)
+            },
+        ),
+    ),
 )
