@@ -256,8 +256,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         isinstance(config, EncoderDecoderConfig) and config.positions.added
     ):
         del fields["max_length"]  # only a limit
-    if isinstance(config, EncoderConfig):
-        fields["transform_activation"] = config.before_head
+    if isinstance(config, DecoderConfig | EncoderConfig):
+        fields["transform_activation"] = config.before_head if config.transform == "dense" else None
     if isinstance(config, DecoderConfig | EncoderConfig):
         kinds = families.kinds(config)
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, bool(WHOLE & {*kinds}))}

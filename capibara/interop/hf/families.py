@@ -509,7 +509,7 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
         gated = {"swiglu": "gated-silu", "geglu": "gated-gelu", "reglu": "gated-relu"}
         name = gated.get(str(config.activation), name)
     written = {family.activation: name}
-    if isinstance(config, EncoderConfig) and family.transform:
+    if isinstance(config, DecoderConfig | EncoderConfig) and family.transform:
         written = {family.transform: _WRITTEN[str(config.before_head)]} | written
     # Readers of Gemma use either key.
     return written | ({"hidden_act": name, "hidden_activation": name} if family.model_type.startswith("gemma") else {})

@@ -23,15 +23,16 @@ from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense, paged, streaming
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.layers.layers import NormScale, QKNorm
+from capibara.models.layers.layers import Activation, NormScale, QKNorm
 from capibara.models.layers.relative import Alibi, RelativeBias, RoundedAlibi
 from capibara.models.layers.rope import Pairs, Rope
-from capibara.models.parts import transformer
+from capibara.models.parts import head, transformer
 from capibara.models.parts.config import (
     ComputeDtype,
     EmbeddingNorm,
     EmbeddingScale,
     FinalNorm,
+    FirstNorm,
     Head,
     HeadBias,
     NormPlacement,
@@ -39,6 +40,7 @@ from capibara.models.parts.config import (
     Residual,
     TransformerConfig,
 )
+from capibara.models.parts.head import Transform, TransformBias, Transformed, Transforming
 from capibara.models.parts.kinds import LayerKind, Patterned
 from capibara.models.parts.streaming import StreamingHeads, bounded
 from capibara.models.parts.transformer import Block, Rows, Shared
@@ -76,7 +78,7 @@ class GrowthLayers(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(Patterned, TransformerConfig):
+class DecoderConfig(Transformed, Patterned, TransformerConfig):
     """Sizes and variants of a decoder; see also TransformerConfig.
 
     Attributes:
@@ -94,6 +96,10 @@ class DecoderConfig(Patterned, TransformerConfig):
         query_growth_length)) (Llama 4, Ministral 3); 0: they are not.
       query_growth_layers: the layers with such queries.
       final_norm: whether the last layer's output is normalised.
+      first_norm: whether the first layer's attention has a norm of its input.
+      transform: what stands before the head (ModernBERT's decoders have BERT's transform).
+      transform_activation: of the transform; None: the layers', or gelu where that is gated.
+      transform_bias: whether the transform's projection has a bias.
       window: number of positions visible to a query of a local layer, its own included.
       window_kind: whether these are the last ones, or those of a block.
       layer_pattern: kinds of the first layers, repeated over all layers: ("local", "global") alternates (Gemma 2).
@@ -113,6 +119,15 @@ class DecoderConfig(Patterned, TransformerConfig):
     query_growth_layers: GrowthLayers = GrowthLayers.ALL
     window_kind: WindowKind = WindowKind.SLIDING
     final_norm: FinalNorm = FinalNorm.LAYER
+    first_norm: FirstNorm = FirstNorm.LAYER
+    transform: Transform = Transform.NONE
+    transform_activation: Activation | None = None
+    transform_bias: TransformBias = TransformBias.EMBED
+
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        bare = self.first_norm is FirstNorm.NONE
+        return super().module_layers | ({"attention_norm": tuple(range(1, self.num_layers))} if bare else {})
 
     @property
     def data_kind(self) -> str:
@@ -138,6 +153,7 @@ class DecoderConfig(Patterned, TransformerConfig):
         _check_relative(self)
         self._check_blocks()
         self._check_mixer()
+        _check_ends(self)
         if self.streaming is not None:
             _check_streaming(self, self.streaming)
         if self.positions is Positions.ROPE and self.rotary_size % 2:
@@ -188,7 +204,7 @@ class DecoderConfig(Patterned, TransformerConfig):
                 f"DecoderConfig.query_growth_length is {self.query_growth_length}, must be at least 1 with query_growth "
                 f"({self.query_growth}) above 0, and None without: try 8192"
             )
-        self._check_blocks_of_windows()
+        _check_windows(self)
         if self.position_offset < 0 or (self.position_offset and not self.positions.added):
             raise UserError(
                 f"DecoderConfig.position_offset is {self.position_offset}, must be at least 0, and is for learned or "
@@ -197,25 +213,6 @@ class DecoderConfig(Patterned, TransformerConfig):
         if self.positions is Positions.SINUSOIDAL and (self.embed_dim % 2 or self.embed_dim < 4):
             raise UserError(
                 f"DecoderConfig.embed_dim ({self.embed_dim}) must be even and at least 4 for sinusoidal positions"
-            )
-
-    def _check_blocks_of_windows(self) -> None:
-        if self.in_blocks and (self.window is None or self.inputs_attention is InputsAttention.BIDIRECTIONAL):
-            raise UserError(
-                f"DecoderConfig.window_kind is 'block', must have a window (is {self.window}) and inputs_attention 'causal' (is "
-                f"{str(self.inputs_attention)!r}): write 'sliding'"
-            )
-        if self.query_growth_layers is GrowthLayers.UNROTATED and not (
-            self.query_growth and LayerKind.UNROTATED in self.layer_pattern
-        ):
-            raise UserError(
-                "DecoderConfig.query_growth_layers is 'unrotated', must have query_growth above 0 and unrotated layers in "
-                "layer_pattern: write 'all'"
-            )
-        if self.qk_norm is QKNorm.UNIT and self.positions is not Positions.ROPE:
-            raise UserError(
-                f"DecoderConfig.qk_norm is 'unit', of rotated queries and keys, and positions are {str(self.positions)!r}: write "
-                "'head'"
             )
 
     def _check_mixer(self) -> None:
@@ -289,6 +286,44 @@ def _check_streaming(config: DecoderConfig, pattern: StreamingHeads) -> None:
     pattern.check(name, config.kv_heads, config.windows)
 
 
+def _check_windows(config: DecoderConfig) -> None:
+    if config.in_blocks and (config.window is None or config.inputs_attention is InputsAttention.BIDIRECTIONAL):
+        raise UserError(
+            f"DecoderConfig.window_kind is 'block', must have a window (is {config.window}) and inputs_attention 'causal' (is "
+            f"{str(config.inputs_attention)!r}): write 'sliding'"
+        )
+    if config.query_growth_layers is GrowthLayers.UNROTATED and not (
+        config.query_growth and LayerKind.UNROTATED in config.layer_pattern
+    ):
+        raise UserError(
+            "DecoderConfig.query_growth_layers is 'unrotated', must have query_growth above 0 and unrotated layers in "
+            "layer_pattern: write 'all'"
+        )
+    if config.qk_norm is QKNorm.UNIT and config.positions is not Positions.ROPE:
+        raise UserError(
+            f"DecoderConfig.qk_norm is 'unit', of rotated queries and keys, and positions are {str(config.positions)!r}: write "
+            "'head'"
+        )
+
+
+def _check_ends(config: DecoderConfig) -> None:
+    head.check(config)
+    name = type(config).__name__
+    if config.transform is not Transform.NONE and (config.head is Head.SCORE or config.value_head):
+        raise UserError(
+            f"{name}.transform is 'dense', must be 'none' with scores or values of hidden states: leave it out, or set "
+            f"{name}.head = 'tied' and value_head = False"
+        )
+    if config.first_norm is FirstNorm.LAYER:
+        return
+    fits = config.norm_placement is NormPlacement.PRE and config.residual is Residual.SEQUENTIAL
+    if not fits or config.num_layers < 2 or config.moe is not None or config.mixer is not None or config.one_branch:
+        raise UserError(
+            f"{name}.first_norm 'none' is for norm_placement 'pre', residual 'sequential' and num_layers of at least 2, without "
+            "moe and mixer: leave it out"
+        )
+
+
 def _check_relative(config: DecoderConfig) -> None:
     if config.relative_buckets < 2 or config.relative_buckets % 2:
         raise UserError(f"DecoderConfig.relative_buckets ({config.relative_buckets}) must be even and above 0: try 32")
@@ -310,7 +345,7 @@ def _check_relative(config: DecoderConfig) -> None:
         raise UserError(f"DecoderConfig.logit_scale is {config.logit_scale}, must be finite and above 0: try 1.0")
 
 
-class DecoderBase(nnx.Module):
+class DecoderBase(Transforming, nnx.Module):
     """Embedding, final norm and head of a decoder, around layers that a subclass makes and runs."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -328,6 +363,8 @@ class DecoderBase(nnx.Module):
         self._make_layers(rngs)
         if config.final_norm is not FinalNorm.NONE:
             self.final_norm = config.make_norm(rngs)
+        if config.transform is Transform.DENSE:
+            self.make_transform(config, (D, D), config.make_norm(rngs), rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
         if config.head is Head.SCORE:
@@ -387,6 +424,7 @@ class DecoderBase(nnx.Module):
         """Normalises and scales the final hidden states; where the head has a bias, a column of ones is appended."""
         x = self.final_norm(x) if self.config.final_norm is not FinalNorm.NONE else x
         x = dropout.apply(drop, constrain(x, ("batch", "act_time", "act_embed")), Site.FINAL)
+        x = self.transformed(self.config, x) if self.config.transform is Transform.DENSE else x
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if self.config.head_bias is HeadBias.VOCAB else x
 
@@ -508,10 +546,10 @@ class Decoder(DecoderBase):
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
         def apply(
-            block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool], number: jax.Array | int = 0
+            block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool, bool], number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
-            kind, is_dense = entry
-            layer_inputs = shared._replace(dense=is_dense, number=number)
+            kind, is_dense, is_bare = entry
+            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=number)
             layer_inputs = layer_inputs if drop is None else layer_inputs._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, layer_inputs, kinds[kind], kind)
 
@@ -535,14 +573,16 @@ class Decoder(DecoderBase):
             )
         return self._normed(x, drop), stats
 
-    def _entry(self, layer: int) -> tuple[LayerKind, bool]:
-        """A layer's kind, and whether it has an MLP where others have experts."""
+    def _entry(self, layer: int) -> tuple[LayerKind, bool, bool]:
+        """A layer's kind, whether it has an MLP where others have experts, and no norm before its attention."""
         pattern, moe = self.config.layer_pattern, self.config.moe
-        return pattern[layer % len(pattern)], moe is not None and not moe.in_layer(layer)
+        is_dense = moe is not None and not moe.in_layer(layer)
+        return pattern[layer % len(pattern)], is_dense, layer == 0 and self.config.first_norm is FirstNorm.NONE
 
     def _spans(self) -> list[tuple[int, int]]:
         """Start and end of the layers whose modules repeat."""
         first, count = self.config.first_dense, self.config.num_layers
+        first = first or int(self.config.first_norm is FirstNorm.NONE)
         return [(0, first), (first, count)] if first else [(0, count)]
 
     def read(
@@ -573,8 +613,8 @@ class Decoder(DecoderBase):
         )
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
-            kind, is_dense = self._entry(index)
-            layer_inputs = shared._replace(dense=is_dense, number=index)
+            kind, is_dense, is_bare = self._entry(index)
+            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=index)
             x, layer = block.cached(x, cache["layers"][index], now, rows, layer_inputs, kinds[kind], kind)
             of_layers.append(layer)
         cache = cache | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import operator
 
@@ -22,11 +21,12 @@ from capibara.models.layers.dropout import Site
 from capibara.models.layers.layers import Activation, AttentionSinks, Bias, Norm, NormKind
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Rope
-from capibara.models.parts import transformer
+from capibara.models.parts import head, transformer
 from capibara.models.parts.config import (
     OF_DECODERS,
     EmbeddingNorm,
     EmbeddingScale,
+    FirstNorm,
     Head,
     HeadBias,
     NormPlacement,
@@ -36,38 +36,17 @@ from capibara.models.parts.config import (
     refuse,
 )
 from capibara.models.parts.disentangled import Disentangled, DisentangledBlock, TableNorm
+from capibara.models.parts.head import Transform, TransformBias, Transformed, Transforming
 from capibara.models.parts.kinds import LayerKind, Patterned
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
 _OWN = ("embedding_norm", "head_bias")  # which decoders and encoders compute
-_PARAMETERS = (Activation.XIELU,)  # activations with parameters
-
-
-class FirstNorm(enum.StrEnum):
-    """Whether attention of the first layer has a norm of its input, as in the others (not in ModernBERT)."""
-
-    LAYER = "layer"
-    NONE = "none"
-
-
-class Transform(enum.StrEnum):
-    """What stands before the head: a projection, an activation and a norm (BERT), or nothing (EuroBERT)."""
-
-    DENSE = "dense"
-    NONE = "none"
-
-
-class TransformBias(enum.StrEnum):
-    """Whether the projection of the transform before the head has a bias (BERT)."""
-
-    EMBED = "embed"
-    NONE = "none"
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(Patterned, TransformerConfig):
+class EncoderConfig(Transformed, Patterned, TransformerConfig):
     """Sizes and variants of an encoder; see also TransformerConfig. Defaults are BERT's.
 
     Attributes:
@@ -149,13 +128,6 @@ class EncoderConfig(Patterned, TransformerConfig):
         """The width of the embeddings and of the head."""
         return self.embed_dim if self.embedding_dim is None else self.embedding_dim
 
-    @property
-    def before_head(self) -> Activation:
-        """The transform's activation: it has no second projection for a gated one."""
-        if self.transform_activation is not None:
-            return self.transform_activation
-        return Activation.GELU if self.activation.gated else self.activation
-
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse(self, *(name for name in OF_DECODERS if name not in _OWN))
@@ -170,22 +142,11 @@ class EncoderConfig(Patterned, TransformerConfig):
                 f"EncoderConfig.embedding_dim is {self.embedding_dim}, must be at least 1 and not embed_dim "
                 f"({self.embed_dim}): leave it out for one width"
             )
-        if self.transform_activation in (*_PARAMETERS, *(item for item in Activation if item.gated)):
+        head.check(self)
+        if self.transform is Transform.NONE and self.embedding_dim is not None:
             raise UserError(
-                f"EncoderConfig.transform_activation is {str(self.transform_activation)!r}, the transform has one projection "
-                "and no parameters for it: try 'gelu'"
-            )
-        if self.transform is Transform.NONE:
-            _check_bare_head(self)
-
-
-def _check_bare_head(config: EncoderConfig) -> None:
-    usual = {"transform_activation": None, "transform_bias": TransformBias.EMBED, "embedding_dim": None}
-    for name, value in usual.items():
-        if getattr(config, name) != value:
-            raise UserError(
-                f"EncoderConfig.{name} ({getattr(config, name)!s}) is of the transform before the head, and transform is "
-                "'none': leave it out, or transform"
+                f"EncoderConfig.embedding_dim ({self.embedding_dim}) is of the transform before the head, and transform is "
+                "'none': leave it out, or write 'dense'"
             )
 
 
@@ -271,7 +232,7 @@ def _check_layers(config: EncoderConfig) -> None:
 
 
 @model_of(EncoderConfig)
-class Encoder(nnx.Module):
+class Encoder(Transforming, nnx.Module):
     """Embeddings, layers, and the transform before the output projection; `head` returns the latter."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
@@ -305,10 +266,7 @@ class Encoder(nnx.Module):
         if config.norm_placement is not NormPlacement.POST:
             self.final_norm = config.make_norm(rngs)
         if config.transform is Transform.DENSE:
-            self.transform = layers.param(rngs, (D, E), ("embed", "norm"), layers.fan_in(0))
-            if config.transform_bias is TransformBias.EMBED:
-                self.transform_bias = layers.param(rngs, (E,), ("norm",), layers.zeros)
-            self.transform_norm = self._norm(E, rngs)
+            self.make_transform(config, (D, E), self._norm(E, rngs), rngs)
         if config.head is Head.SEPARATE:
             self.output = layers.param(rngs, (V, E), ("vocab", "embed"), layers.normal(E**-0.5))
         if config.head_bias is HeadBias.VOCAB:
@@ -377,10 +335,7 @@ class Encoder(nnx.Module):
             x = self.final_norm(x)
         x = constrain(x, ("batch", "act_time", "act_embed"))
         if config.transform is Transform.DENSE:
-            x = layers.dense(x, self.transform[...])
-            if config.transform_bias is TransformBias.EMBED:
-                x = x + self.transform_bias[...].astype(x.dtype)
-            x = self.transform_norm(config.before_head(x))
+            x = self.transformed(config, x)
         return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if config.head_bias is HeadBias.VOCAB else x
 
     def head(self) -> jax.Array:

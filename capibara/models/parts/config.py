@@ -181,6 +181,13 @@ class EmbeddingScale(enum.StrEnum):
     TOKENS = "tokens"
 
 
+class FirstNorm(enum.StrEnum):
+    """Whether attention of the first layer has a norm of its input, as in the others (not in ModernBERT)."""
+
+    LAYER = "layer"
+    NONE = "none"
+
+
 class FinalNorm(enum.StrEnum):
     """Whether the last layer's output is normalised, as the layers are, before the head (not in GPT)."""
 

@@ -197,9 +197,7 @@ class Block(nnx.Module):
             ), stats
         mlp = self.mlp_part(rows, shared, stats)
         if shared.bare:
-            with jax.named_scope("attention"):
-                x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
-            return self.add(x_BTD, "mlp", mlp), stats
+            return self._bare(x_BTD, attention, mlp), stats
         return self._joined(x_BTD, attention, mlp, layer_kind), stats
 
     def attended(
@@ -265,7 +263,10 @@ class Block(nnx.Module):
             return self._alone(
                 x_BTD, attention if layer_kind is not LayerKind.FEED_FORWARD else self.mlp_part(rows, shared, {})
             ), written
-        return self._joined(x_BTD, attention, self.mlp_part(rows, shared, {}), layer_kind), written
+        mlp = self.mlp_part(rows, shared, {})
+        if shared.bare:
+            return self._bare(x_BTD, attention, mlp), written
+        return self._joined(x_BTD, attention, mlp, layer_kind), written
 
     def _beside(self, x_BTD: jax.Array, kind: LayerKind, attended: Branch, mixed: Branch) -> jax.Array:
         """What attention and the mixer make of the same input, together; most kinds of layers have one of them."""
@@ -288,6 +289,12 @@ class Block(nnx.Module):
     def _alone(self, x_BTD: jax.Array, branch: Branch) -> jax.Array:
         with jax.named_scope("branch"):
             return residual(x_BTD + self._scaled(branch(within(self.branch_norm(x_BTD)))))
+
+    def _bare(self, x_BTD: jax.Array, attention: Branch, mlp: Branch) -> jax.Array:
+        """Both branches, attention without a norm of its input."""
+        with jax.named_scope("attention"):
+            x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
+        return self.add(x_BTD, "mlp", mlp)
 
     def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch, kind: LayerKind) -> jax.Array:
         if self.config.residual is Residual.SHARED:

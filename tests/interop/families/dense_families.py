@@ -95,4 +95,10 @@ CASES: dict[str, dict[str, Any]] = {
     | {"use_double_wide_mlp": True, "attention_k_eq_v": False},
     "gemma4_keys": dict(GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1)
     | {"layer_types": [WINDOW, WHOLE] * 3, "tie_word_embeddings": False},
+    "modernbert-decoder": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    | dict(model_type="modernbert-decoder", num_hidden_layers=5, norm_eps=1e-4, pad_token_id=0, local_attention=9)
+    | dict(attention_bias=True, mlp_bias=True, norm_bias=True, classifier_bias=True, tie_word_embeddings=True)
+    | dict(hidden_activation="gelu_pytorch_tanh", classifier_activation="silu", cls_token_id=1, sep_token_id=2)
+    | {"layer_types": [WHOLE, WINDOW, WINDOW, WHOLE, WINDOW]}
+    | {"rope_parameters": {WHOLE: YARN, WINDOW: rope(theta=500.0)}},
 }

@@ -236,6 +236,17 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
         ("axk1", {"mlp_layer_types": None, "moe_layer_freq": 0}, "moe_layer_freq = 0, must be at least 1"),
         ("lfm3", {"sliding_window": None}, "layer_types 'sliding_attention' without a sliding_window"),
         ("lfm3", {"layer_types": ["full_attention"] * 5}, "layer_types 'full_attention' alone, must have both of conv"),
+        (
+            "modernbert-decoder",
+            {"local_attention": 1},
+            r"local_attention = 1 \(sliding_window = None\), must be at least 2",
+        ),
+        (
+            "modernbert-decoder",
+            {"layer_types": None, "global_attn_every_n_layers": 0},
+            "global_attn_every_n_layers = 0, must be at least 1",
+        ),
+        ("modernbert-decoder", {"classifier_activation": "tanh"}, "classifier_activation = 'tanh', must be one of"),
         ("lfm3", {"conv_bias": True}, "conv_bias = True, capibara's lfm3 has False alone"),
         (
             "exaone4_5",

@@ -244,6 +244,14 @@ def test_flops_count_the_matmuls_that_are_there():
             ),
             r"attention_gate \(sigmoid\) has no effect with DecoderConfig.latent",
         ),
+        (dict(first_norm="none", norm_placement="sandwich"), "first_norm 'none' is for norm_placement 'pre'"),
+        (dict(first_norm="none", moe=Moe(num_experts=2, top_k=1)), "num_layers of at least 2, without moe and mixer"),
+        (dict(transform="dense", head="score"), "transform is 'dense', must be 'none' with scores or values"),
+        (dict(transform_bias="none"), r"transform_bias \(none\) is of the transform before the head"),
+        (
+            dict(transform="dense", transform_activation="swiglu"),
+            "transform_activation is 'swiglu', the transform has one",
+        ),
         (dict(window_kind="block"), r"window_kind is 'block', must have a window \(is None\)"),
         (
             dict(window_kind="block", window=4, layer_pattern=("local",), inputs_attention="bidirectional"),

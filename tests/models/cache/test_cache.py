@@ -81,6 +81,16 @@ VARIANTS = {
         window=6,
         num_layers=8,
     ),
+    "modern": dict(
+        norm="layer_unbiased",
+        embedding_norm="layer",
+        first_norm="none",
+        transform="dense",
+        transform_activation="silu",
+        layer_pattern=("global", "local", "local"),
+        num_layers=5,
+        window=6,
+    ),
     "head_gate": dict(attention_gate="head_softplus", layer_pattern=("local", "unrotated"), window=6),
     "gate": dict(attention_gate="sigmoid", layer_pattern=("local", "unrotated"), window=6, norm_placement="sandwich"),
     "blocks": dict(

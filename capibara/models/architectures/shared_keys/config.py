@@ -96,6 +96,8 @@ class SharedKeysConfig(DecoderConfig):
             "embedding_multiplier": (1.0,),
             "embedding_norm": (EmbeddingNorm.NONE,),
             "final_norm": (FinalNorm.LAYER,),
+            "first_norm": ("layer",),
+            "transform": ("none",),
             "head_bias": (HeadBias.NONE,),
             "inner_norm": (InnerNorm.NONE,),
             "inputs_attention": ("causal",),

@@ -8,19 +8,19 @@ from capibara.core.types import UserError
 from capibara.interop.hf.catalog.encoders.bert import HEAD_BIAS, encoder, ignored
 from capibara.interop.hf.layout.family import KEYS, KINDS, LAYER_NORM, WITHOUT_GROUPS, Family, Kind, Values, shortest
 from capibara.interop.hf.layout.rows import BARE, BUFFERS, QKV, QKV_BIAS, A, M, Names, linear, norm, rows
-from capibara.models.api import TransformerConfig
+from capibara.models.api import DecoderConfig, EncoderConfig, TransformerConfig
 
-_WINDOW = 128  # of the class, which needs one even if no layer has it
+WINDOW = 128  # of the class, which needs one even if no layer has it
 _ROTARY = {"positions": "rope", "max_length": None}
 # The keys of what may have a bias, and our fields with their values without and with one.
-_BIASED = {
+BIASED = {
     "norm_bias": ("norm", "layer_unbiased", "layer"),
     "decoder_bias": ("head_bias", "none", "vocab"),
     "classifier_bias": ("transform_bias", "none", "embed"),
 }
 
 
-def _prepare(values: Values) -> Values:
+def prepare(values: Values) -> Values:
     """The values in the form of transformers 5.24, of older ones too."""
     given, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     rope = {kind: {**(given.get(kind) or {}), **old} for kind in KINDS}
@@ -34,8 +34,8 @@ def _prepare(values: Values) -> Values:
     return {**values, **bases, "rope_parameters": rope, "rope_scaling": None, "layer_types": types}
 
 
-def _read(values: Values) -> dict[str, Any]:
-    """The layers' kinds, the window, which half of local_attention tells, and the optional biases."""
+def read_layers(values: Values) -> dict[str, Any]:
+    """The layers' kinds, half of local_attention as the window, and the optional biases."""
     types, count = values["layer_types"], values["num_hidden_layers"]
     if unknown := [kind for kind in types if kind not in KINDS]:
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(KINDS)}")
@@ -44,20 +44,30 @@ def _read(values: Values) -> dict[str, Any]:
     pattern = shortest([KINDS[kind] for kind in types[:count]])
     half = values.get("sliding_window")  # of transformers' class, which it sets too
     half = values["local_attention"] // 2 if half is None else half
-    fields: dict[str, Any] = {ours: with_it if values[key] else none for key, (ours, none, with_it) in _BIASED.items()}
-    return fields | {"layer_pattern": pattern, "window": half + 1 if "local" in pattern else None}
+    fields: dict[str, Any] = {ours: with_it if values[key] else none for key, (ours, none, with_it) in BIASED.items()}
+    return fields | {"layer_pattern": pattern, "window": half if "local" in pattern else None}
+
+
+def write_layers(config: EncoderConfig | DecoderConfig, half: int | None) -> dict[str, Any]:
+    """The way back; `half` is what a query sees on one side of it, None: all."""
+    theirs = {ours: name for name, ours in KINDS.items()}
+    written: dict[str, Any] = {key: getattr(config, ours) == with_it for key, (ours, _, with_it) in BIASED.items()}
+    written["local_attention"] = WINDOW if half is None else 2 * half
+    return written | {"layer_types": [theirs.get(kind) for kind in config.kinds]}
+
+
+def _read(values: Values) -> dict[str, Any]:
+    fields = read_layers(values)
+    return fields | {"window": None if fields["window"] is None else fields["window"] + 1}
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
     config = encoder(config)
-    theirs = {ours: name for name, ours in KINDS.items()}
-    written: dict[str, Any] = {key: getattr(config, ours) == with_it for key, (ours, _, with_it) in _BIASED.items()}
-    written["local_attention"] = _WINDOW if config.window is None else 2 * (config.window - 1)
-    return written | {"layer_types": [theirs[kind] for kind in config.kinds]}
+    return write_layers(config, None if config.window is None else config.window - 1)
 
 
 _LAYER = "model.layers.{l}."
-_MODERNBERT = rows(
+MODERNBERT = rows(
     [
         ("model.embeddings.tok_embeddings.weight", "v d", "embedding"),
         *norm("model.embeddings.norm", "embedding_norm"),
@@ -97,30 +107,34 @@ _NOMIC = rows(
     ]
 )
 
+# What ModernBERT's encoders and decoders share.
+MODERN: dict[str, Any] = dict(
+    keys=WITHOUT_GROUPS | {"norm_eps": "norm_eps"},
+    read_keys=("layer_types", "sliding_window"),
+    defaults={"hidden_activation": "gelu", "classifier_activation": "gelu", "norm_eps": 1e-5}
+    | {"global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "global_attn_every_n_layers": 3}
+    | {"norm_bias": False, "decoder_bias": True, "classifier_bias": False, "local_attention": WINDOW},
+    activation="hidden_activation",
+    transform="classifier_activation",
+    biases={"attention_bias": "attention", "mlp_bias": "mlp"},
+    rope_by_layer=True,
+    old_rope=False,
+    tied=True,
+    divides=True,
+    prepare=prepare,
+)
 FAMILIES = (
     (
         Family(
             model_type="modernbert",
             kind=Kind.ENCODER,
             architectures=("ModernBertForMaskedLM",),
-            keys=WITHOUT_GROUPS | {"norm_eps": "norm_eps"},
             fixed=_ROTARY | {"norm_placement": "pre", "first_norm": "none", "bias": "none", "token_types": 0},
-            read_keys=("layer_types", "sliding_window"),
-            defaults={"hidden_activation": "gelu", "classifier_activation": "gelu", "norm_eps": 1e-5}
-            | {"global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "global_attn_every_n_layers": 3}
-            | {"norm_bias": False, "decoder_bias": True, "classifier_bias": False, "local_attention": _WINDOW},
-            activation="hidden_activation",
-            transform="classifier_activation",
-            biases={"attention_bias": "attention", "mlp_bias": "mlp"},
-            rope_by_layer=True,
-            old_rope=False,
-            tied=True,
-            divides=True,
-            prepare=_prepare,
+            **MODERN,
             read=_read,
             write=_write,
         ),
-        Names(_MODERNBERT, (BARE, (r"^(?=(?:embeddings|final_norm)\.)", "model.")), BUFFERS),
+        Names(MODERNBERT, (BARE, (r"^(?=(?:embeddings|final_norm)\.)", "model.")), BUFFERS),
     ),
     (
         Family(
