@@ -134,9 +134,7 @@ WRAPPERS = {
     "qwen3_5": Wrapper(architecture="Qwen3_5ForConditionalGeneration", text="qwen3_5_text", parts=_VISUAL),
     "qwen3_5_moe": Wrapper(architecture="Qwen3_5MoeForConditionalGeneration", text="qwen3_5_moe_text", parts=_VISUAL),
     "glm4v": Wrapper(architecture="Glm4vForConditionalGeneration", tied_by="text_config", **_GLM4V),
-    "glm46v": Wrapper(
-        architecture="Glm46VForConditionalGeneration", named={"glm4v_text": "glm4", "glm4v": "glm4"}, **_GLM4V
-    ),
+    "glm46v": Wrapper(architecture="Glm46VForConditionalGeneration", named={"glm4v_text": "glm4"}, **_GLM4V),
     "glm4v_moe": Wrapper(
         architecture="Glm4vMoeForConditionalGeneration",
         text="glm4_moe",

@@ -143,8 +143,8 @@ _LFM3_ROPE = {
 
 
 def _prepare_lfm3(values: Values) -> Values:
-    """With a kind for each layer; a window is looked at in layers that have one."""
-    values = with_rope(values, _LFM3_ROPE)
+    """With a kind for each layer, and the base of all rotary positions where those of windows have none."""
+    values = {**with_rope(values, _LFM3_ROPE), "rope_local_base_freq": values["rope_theta"]}
     if values.get("layer_types") is None:
         places = [layer % 4 if layer else 1 for layer in range(values["num_hidden_layers"])]
         kinds = {2: "full_attention", 0: "sliding_attention"}
@@ -229,7 +229,7 @@ FAMILIES = (
             keys=KEYS | {"norm_eps": "norm_eps"},
             fixed={"qk_norm": "head", "activation": "swiglu"},
             activation="",
-            defaults={"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "norm_eps": 1e-5, "head_dim": 128}
+            defaults={"rope_theta": 1_000_000.0, "norm_eps": 1e-5, "head_dim": 128}
             | {"num_key_value_heads": 4, "conv_L_cache": 7, "sliding_window": 256, "use_sandwich_norm": True}
             | {"use_attention_gate": True},
             only={"conv_bias": (False, None)},
