@@ -65,6 +65,7 @@ _NAMED = {
     )
 }  # fmt: skip
 _VISUAL = "visual"
+_TIED = "tie_word_embeddings"
 _CONNECTED = "vision_model|connector"
 _QWEN2: dict[str, Any] = dict(
     text="qwen2",
@@ -216,7 +217,7 @@ WRAPPERS = {
         tied=True,
         tied_by="text_config",
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "num_key_value_heads": 2, "head_dim": 128}
-        | {"use_bias": False},
+        | {"use_bias": False, _TIED: True},
         spread={"use_bias": ("attention_bias", "mlp_bias")},
         flat=True,
         parts=f"{_VISUAL}|mlp_AR",
@@ -225,7 +226,7 @@ WRAPPERS = {
 # What families do to the logits, and transformers' wrappers do not.
 _OF_LOGITS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # read beside text_config, too
-_NOT_FLAT = ("head_dim", "partial_rotary_factor", "original_max_position_embeddings")
+_NOT_FLAT = {"head_dim", "partial_rotary_factor", "original_max_position_embeddings"}
 _GRID = ("mrope_section", "mrope_interleaved")  # shares of a head by the axes of an image, which agree for text
 
 
@@ -284,8 +285,8 @@ def untied(config: Values) -> dict[str, Any]:
     if wrapper is None or not wrapper.tied_by:
         return changed
     if wrapper.tied_by == "text_config":
-        inner = {**(config.get("text_config") or {}), "tie_word_embeddings": False}
-        return changed | ({"text_config": inner} if config.get("text_config") else {})
+        of_text = config.get("text_config") or (_inner(config, wrapper) if _TIED in wrapper.defaults else {})
+        return changed | ({"text_config": {**of_text, _TIED: False}} if of_text else {})
     return changed | {wrapper.tied_by: False}
 
 
@@ -293,7 +294,7 @@ def _inner(values: Values, wrapper: Wrapper) -> dict[str, Any]:
     """The keys of the language model."""
     inner = values.get("text_config")
     if inner is None and wrapper.flat:
-        outer = {"text_config", "vision_config", "tie_word_embeddings", *_NOT_FLAT} - wrapper.defaults.keys()
+        outer = {"text_config", "vision_config", "tie_word_embeddings", *_NOT_FLAT - wrapper.defaults.keys()}
         return {key: value for key, value in values.items() if key not in outer}
     return dict(inner or {})
 
@@ -314,7 +315,7 @@ def _tied(values: Values, inner: Values, wrapper: Wrapper, family: Family) -> An
     """Whether the head is tied, as the config.json says it."""
     tied = values.get("tie_word_embeddings", wrapper.tied) if wrapper.ties else False
     if wrapper.tied_by == "text_config":
-        return tied or inner.get("tie_word_embeddings", bool(wrapper.named) and family.tied)
+        return tied or inner.get(_TIED, wrapper.defaults.get(_TIED, bool(wrapper.named) and family.tied))
     return values.get(wrapper.tied_by, tied)
 
 
