@@ -101,6 +101,15 @@ def test_a_folder_is_read_with_the_tokens_that_its_files_name(name, tmp_path):
     assert len(vocabulary.pieces) == 36 + len(new)
 
 
+def with_a_merge(files):
+    """The same tokenizer with a merge, without which GGUF files hold none."""
+    spec = json.loads(files["tokenizer.json"])
+    vocab = spec["model"]["vocab"]
+    vocab["ab"] = vocab.pop(max(vocab, key=vocab.get))
+    spec["model"]["merges"] = [["a", "b"]]
+    return files | {"tokenizer.json": json.dumps(spec).encode()}
+
+
 def test_every_reader_of_the_folder_has_them(tmp_path, caplog):
     config = {"additional_special_tokens": ["<a>"], "chat_template": "{{ messages[0]['content'] }}"}
     folder = folder_of(tmp_path, config, {})
@@ -108,7 +117,7 @@ def test_every_reader_of_the_folder_has_them(tmp_path, caplog):
     assert TokenizerJsonVocabulary(path=folder).encode("<a>") == [36]
     assert "tokenizer.json does not have '<a>'" in caplog.text
     assert merged_tokenizers.tokens_of(files, folder)["<a>"] == 36
-    assert gguf_vocabulary.metadata(files, {"vocab_size": 64})["ggml.tokens"][36] == "<a>"
+    assert gguf_vocabulary.metadata(with_a_merge(files), {"vocab_size": 64})["ggml.tokens"][36] == "<a>"
     assert "<a>" in ChatTemplate(tokenizer=folder).special_tokens  # or a user's text could become it
 
 
@@ -141,4 +150,4 @@ def test_padding_of_a_tokenizer_is_no_end_token(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     files = {"tokenizer.json": (tmp_path / "tokenizer.json").read_bytes()}
     assert added.of_files(files, "x").encode("abcdef").ids == [3, 4, 5, 6, 7, 8]
-    assert gguf_vocabulary.metadata(files, {"vocab_size": 64})["ggml.add_eos_token"] is False
+    assert gguf_vocabulary.metadata(with_a_merge(files), {"vocab_size": 64})["ggml.add_eos_token"] is False
