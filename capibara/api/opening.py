@@ -55,11 +55,14 @@ def load(
     path = path_of(path)
     if weights not in (None, "ema", "raw"):
         raise UserError(f"weights is {weights!r}, must be 'ema' or 'raw', or None for the averages if there are any")
+    base = None if base is None else path_of(base, "base")
+    if peft_runs.is_adapter(path):
+        base = peft_runs.base_of(path, base)
     with models.PARSING:  # what is parsed is the process's, not the thread's
         trainer, loaded = models.load_with_run(
             path,
             (gin_files, bindings, search_paths),
-            base=None if base is None else path_of(base, "base"),
+            base=base,
             step=step,
             weights=weights,
             placed=_placed(mesh),
@@ -67,9 +70,8 @@ def load(
             change=_in_dtype(dtype),
         )
         template, batching = models.chatting(trainer.dataset)
-    given = {"step": step, "weights": weights, "gin_files": gin_files or None, "bindings": bindings or None}
-    changes = tuple(f"{name}={short(value)}" for name, value in given.items() if value is not None)
-    base = peft_runs.base_of(path, base) if peft_runs.is_adapter(path) else None
+    options = {"step": step, "weights": weights, "gin_files": gin_files or None, "bindings": bindings or None}
+    changes = tuple(f"{name}={short(value)}" for name, value in options.items() if value is not None)
     return LanguageModel(loaded, trainer, template=template, batching=batching, base=base, changes=changes)
 
 
@@ -103,5 +105,5 @@ def _placed(mesh: ServingMesh | None) -> Callable[[Plan, Model], PyTree]:
 def _in_dtype(dtype: str | None) -> Callable[[Trainer], Trainer]:
     if dtype is None:
         return lambda trainer: trainer
-    given: dict[str, Any] = {"dtype": dtype}  # which the configuration checks
-    return lambda trainer: dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, **given))
+    fields: dict[str, Any] = {"dtype": dtype}  # which the configuration checks
+    return lambda trainer: dataclasses.replace(trainer, model=dataclasses.replace(trainer.model, **fields))

@@ -92,6 +92,11 @@ def test_infer_writes_as_the_merged_model(adapter, merged, folder, capfd):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_base_in_the_home_folder_is_opened(adapter, folder, monkeypatch):
+    monkeypatch.setenv("HOME", folder)
+    assert cb.load(adapter, base="~/hf").base == f"{folder}/hf"
+
+
 def test_its_own_chat_template_is_used_and_the_bases_where_it_has_none(adapter, folder, tmp_path):
     assert rendered(cb.load(adapter)) == "<|im_start|>user\na<|im_end|>\n"
     own = tmp_path / "own"

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
-import json
 import os
 import pathlib
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
 
 from capibara.core.types import UserError
 from capibara.interop import hub
+from tests import hub_server
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b"{}",
     "model.safetensors": b"weights",
@@ -43,54 +39,10 @@ READ = {
 }
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """What `snapshot_download` asks: a model's files, and each of them."""
-
-    asked: list[str] = []
-
-    def do_HEAD(self):
-        self._answer(with_body=False)
-
-    def do_GET(self):
-        self._answer(with_body=True)
-
-    def _answer(self, with_body: bool) -> None:
-        self.asked.append(self.path)
-        name = self.path.partition(f"{COMMIT}/")[2].partition("?")[0]
-        if self.path.startswith("/api/models/me/small/tree/"):
-            rows = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in FILES.items()
-            ]
-            self._send(json.dumps(rows).encode(), with_body)
-        elif self.path.startswith("/api/models/me/small/"):
-            siblings = [{"rfilename": name} for name in FILES]
-            self._send(json.dumps({"id": "me/small", "sha": COMMIT, "siblings": siblings}).encode(), with_body)
-        elif self.path.startswith("/me/small/resolve/") and name in FILES:
-            self._send(FILES[name], with_body)
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-
-    def _send(self, content: bytes, with_body: bool) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def endpoint():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with hub_server.running("models", FILES) as address:
+        yield address
 
 
 def found(name: str, endpoint: str, home: pathlib.Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 
 import pyarrow
 import pyarrow.parquet
@@ -20,8 +17,8 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.shards import tables
 from capibara.storage.store import Entry
+from tests import hub_server
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CARD = """---
 configs:
 - config_name: main
@@ -147,55 +144,10 @@ def test_a_value_that_json_cannot_hold_is_named(tmp_path):
         rows(tmp_path / "a.parquet", tmp_path / "out")
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """What `datasets` asks of a data set: its card, its files, and each of them."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self):
-        self._answer(with_body=False)
-
-    def do_GET(self):
-        self._answer(with_body=True)
-
-    def _answer(self, with_body: bool) -> None:
-        path = self.path.partition("?")[0]
-        name = path.rpartition("/")[2]
-        if path.startswith("/api/datasets/me/small/tree/"):
-            listed = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in FILES.items()
-            ]
-            self._send(json.dumps(listed).encode(), with_body)
-        elif path.startswith("/api/datasets/me/small"):
-            siblings = [{"rfilename": name} for name in FILES]
-            self._send(json.dumps({"id": "me/small", "sha": COMMIT, "siblings": siblings}).encode(), with_body)
-        elif path.startswith("/datasets/me/small/resolve/") and name in FILES:
-            self._send(FILES[name], with_body)
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound" if "/me/small" in path else "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    def _send(self, content: bytes, with_body: bool) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if with_body:
-            self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None: ...
-
-
 @pytest.fixture
 def endpoint():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with hub_server.running("datasets", FILES) as address:
+        yield address
 
 
 def test_a_split_of_a_data_set_of_the_hub_is_lines_and_mistakes_are_one_line(endpoint, tmp_path):
