@@ -166,7 +166,7 @@ def read_prompt(record: object, where: str) -> Conversation:
     else:
         if "prompt" in record or "question" in record:
             key = "prompt" if "prompt" in record else "question"
-            messages = [_said("user", record[key], where, key)]
+            messages = [_text_message("user", record[key], where, key)]
         elif "instruction" in record:
             messages = _alpaca_prompt(record, where)
         else:
@@ -216,13 +216,15 @@ def _from_sharegpt(record: Mapping[str, Any], where: str) -> list[Message]:
 def _from_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     prompt = record["prompt"]
     before = (
-        _messages(prompt, where, "prompt") if isinstance(prompt, list) else [_said("user", prompt, where, "prompt")]
+        _messages(prompt, where, "prompt")
+        if isinstance(prompt, list)
+        else [_text_message("user", prompt, where, "prompt")]
     )
     return before + _answer(record["completion"], "completion", where)
 
 
 def _from_alpaca(record: Mapping[str, Any], where: str) -> list[Message]:
-    return [*_alpaca_prompt(record, where), _said("assistant", record["output"], where, "output")]
+    return [*_alpaca_prompt(record, where), _text_message("assistant", record["output"], where, "output")]
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
@@ -230,15 +232,21 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     for turn in record.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError(f"{where}: history must be a list of [instruction, answer], not {_short(turn)}")
-        messages += [_said("user", turn[0], where, "history"), _said("assistant", turn[1], where, "history")]
-    message = _said("user", record["instruction"], where, "instruction")
-    more = _said("user", record.get("input") or "", where, "input")["content"]
+        messages += [
+            _text_message("user", turn[0], where, "history"),
+            _text_message("assistant", turn[1], where, "history"),
+        ]
+    message = _text_message("user", record["instruction"], where, "instruction")
+    more = _text_message("user", record.get("input") or "", where, "input")["content"]
     return [*messages, {**message, "content": f"{message['content']}\n\n{more}" if more else message["content"]}]
 
 
 def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
     key = "solution" if "solution" in record else "answer"
-    return [_said("user", record["question"], where, "question"), _said("assistant", record[key], where, key)]
+    return [
+        _text_message("user", record["question"], where, "question"),
+        _text_message("assistant", record[key], where, key),
+    ]
 
 
 # Format -> its keys, each with alternatives, in the order in which formats are tried.
@@ -264,7 +272,7 @@ def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     if all(isinstance(answer, list) for answer in answers) and not isinstance(prompt, list):
         return []  # the lists contain the whole conversation; a prompt in text only repeats its beginning
     if isinstance(prompt, str):
-        return [_said("user", prompt, where, "prompt")]
+        return [_text_message("user", prompt, where, "prompt")]
     for key in ("prompt", "conversations", "messages"):
         if isinstance(record.get(key), list):
             return _messages(record[key], where, key)
@@ -280,7 +288,7 @@ def _answer(value: object, key: str, where: str) -> list[Message]:
         return _messages(value, where, key)
     if isinstance(value, Mapping):
         return _messages([value], where, key)
-    return [_said("assistant", value, where, key)]
+    return [_text_message("assistant", value, where, key)]
 
 
 # Messages.
@@ -339,7 +347,7 @@ def _check_parts(parts: list[Mapping[str, Any]], where: str) -> None:
         )
 
 
-def _said(role: str, value: object, where: str, key: str) -> Message:
+def _text_message(role: str, value: object, where: str, key: str) -> Message:
     if not isinstance(value, str):
         raise UserError(f"{where}: {key} must be text, not {_short(value)}")
     return {"role": role, "content": value}
