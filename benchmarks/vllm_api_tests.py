@@ -46,7 +46,6 @@ _TEMPLATE = "of the named model's chat template or tokens"
 _CHUNK = "the finish reason has a chunk of its own, as OpenAI's"
 _WORDS = "refused as it should be, in other words than vLLM's"
 _FLAG = "of a flag of vLLM's server"
-_IDS = "a stream has no prompt_token_ids, and token_ids have no end token"
 _PATH = "of an endpoint that only vLLM has"
 OTHER = {
     "test_models::test_check_models": "adapters have no path of this machine as their root",
@@ -76,8 +75,6 @@ OTHER = {
     "test_return_tokens_as_ids::test_completion_return_tokens_as_token_ids_completion": _FLAG,
     "test_return_tokens_as_ids::test_chat_return_tokens_as_token_ids_completion": _FLAG,
     "test_return_token_ids::test_chat_completion_with_tool_use": _MODEL,
-    "test_return_token_ids::test_comparison_with_prompt_logprobs_and_logprobs": _IDS,
-    "test_return_token_ids::test_chat_completion_with_emoji_and_token_ids": _IDS,
     "test_simple::test_reasoning_item": _MODEL,
     "test_simple::test_streaming_reasoning_tokens_e2e": _MODEL,
     "test_simple::test_non_streaming_reasoning_tokens_e2e": _MODEL,

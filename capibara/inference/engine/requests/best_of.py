@@ -67,4 +67,4 @@ class BestOf(Stream):
             self.put(piece)
         decodes = [Decode(each[i].text, tuple(each[i].tokens), scores[i], each[i].finish, each[i].lead) for i in order]
         retained = tuple(decodes[-self._sampling.num_return :])
-        self.end(best.finish, best.prompt_tokens, best.cached_tokens, best.end, best.end_drawn, retained)
+        self.end(best.finish, best.prompt_tokens, best.cached_tokens, best.ending, retained)

@@ -130,7 +130,7 @@ class Request:
         if self.finished:
             return
         if token in self.ends:
-            self.finish(Finish.STOP, token, drawn)
+            self.finish(Finish.STOP, Piece("", token, log_probability, likeliest, drawn))
             return
         self.tokens.append(token)
         self.received += 1
@@ -144,12 +144,12 @@ class Request:
         elif self._tags[0]:
             self._follow_thought()
 
-    def finish(self, why: Finish, end: int | None = None, drawn: float = 0.0) -> None:
-        """Ends the stream; `end` is the token that ended the text, `drawn` its log probability."""
+    def finish(self, why: Finish, ending: Piece | None = None) -> None:
+        """Ends the stream; `ending` is the token that ended the text."""
         self.finished = True
         if rest := self._text.close():
             self._put(Piece(rest, None))
-        self.stream.end(why, self.prompt_tokens, self.cached_tokens, end, drawn, stop=self._text.stop)
+        self.stream.end(why, self.prompt_tokens, self.cached_tokens, ending, stop=self._text.stop)
 
     def _put(self, piece: Piece) -> None:
         if piece.text and not self._has_text:

@@ -76,8 +76,7 @@ class Completion:
       cached_tokens: those of them found in the prefix cache.
       waited_s: from the request to its first token.
       elapsed_s: from the request to its end.
-      end: the end token; None: it did not end with one.
-      end_drawn: its log probability, as in `Piece.drawn`.
+      ending: the end token, which has no text; None: it did not end with one.
       stop: the stop string that ended it; None: none did.
       decodes: the results of beam search, as many as requested, the best one (this text) last as in T5X; otherwise
         empty.
@@ -91,10 +90,19 @@ class Completion:
     cached_tokens: int
     waited_s: float
     elapsed_s: float
-    end: int | None = None
-    end_drawn: float = 0.0
+    ending: Piece | None = None
     stop: str | None = None
     decodes: tuple[Decode, ...] = ()
+
+    @property
+    def end(self) -> int | None:
+        """The end token."""
+        return None if self.ending is None else self.ending.token
+
+    @property
+    def end_drawn(self) -> float:
+        """`Piece.drawn` of the end token; 0 without one."""
+        return 0.0 if self.ending is None else self.ending.drawn
 
     @property
     def tokens(self) -> list[int]:
@@ -197,8 +205,7 @@ class Stream:
         finish: Finish,
         prompt_tokens: int,
         cached_tokens: int,
-        end: int | None = None,
-        end_drawn: float = 0.0,
+        ending: Piece | None = None,
         decodes: tuple[Decode, ...] = (),
         stop: str | None = None,
     ) -> None:
@@ -214,8 +221,7 @@ class Stream:
                 cached_tokens=cached_tokens,
                 waited_s=(self._pieces[0].at_s if self._pieces else now) - self._began_s,
                 elapsed_s=now - self._began_s,
-                end=end,
-                end_drawn=end_drawn,
+                ending=ending,
                 stop=stop,
                 decodes=decodes,
             )

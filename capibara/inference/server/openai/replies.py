@@ -52,7 +52,7 @@ class OpenAiReply(Reply):
 
     def whole(self, completions: Sequence[Completion]) -> Json:
         choices = [
-            self._choice(index, self._text_of(completion), completion.pieces, str(completion.finish))
+            self._choice(index, self._text_of(completion), self._pieces_of(completion), str(completion.finish))
             for index, completion in enumerate(self._best(completions))
         ]
         return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
@@ -66,7 +66,7 @@ class OpenAiReply(Reply):
         return piece.token is not None and (self._names_tokens or bool(self._asked.return_token_ids))
 
     def end(self, index: int, completion: Completion) -> list[Json]:
-        return [self._chunk(index, "", [], str(completion.finish))]
+        return [self._chunk(index, "", self._ending(completion), str(completion.finish))]
 
     def close(self, completions: Sequence[Completion]) -> list[Json]:
         """The final chunk with the usage, if the request asks for it."""
@@ -85,6 +85,13 @@ class OpenAiReply(Reply):
 
     def _text_of(self, part: Piece | Completion) -> str:
         return part.text
+
+    def _pieces_of(self, completion: Completion) -> list[Piece]:
+        return [*completion.pieces, *self._ending(completion)]
+
+    def _ending(self, completion: Completion) -> list[Piece]:
+        """The end token, if the request asks for ids: one who trains on them needs it, as from vLLM."""
+        return [completion.ending] if self._asked.return_token_ids and completion.ending is not None else []
 
     @abc.abstractmethod
     def _choice(self, index: int, text: str, pieces: Iterable[Piece], finish: str) -> Json:
@@ -148,10 +155,15 @@ class CompletionReply(OpenAiReply):
         return part.lead + part.text  # it continues the prompt
 
     def begin(self) -> list[Json]:
-        chunks = [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text]
-        for chunk in chunks if self._names_tokens else ():
+        with_ids = bool(self._asked.return_token_ids)
+        chunks = [self._chunk(index, text, [], None) for index, text in enumerate(self._echoed) if text or with_ids]
+        for chunk in chunks:
             (choice,) = chunk["choices"]
-            choice["logprobs"] = self._of_prompt(choice["index"])
+            index = choice["index"]
+            if with_ids:
+                choice["prompt_token_ids"] = list(self._shown[index].ids)
+            if self._names_tokens and self._echoed[index]:
+                choice["logprobs"] = self._of_prompt(index)
         return chunks
 
     @property
@@ -234,6 +246,8 @@ class ChatReply(OpenAiReply):
         chunks = [self._chunk(index, "", [], None) for index in range(len(self._asks))]
         for chunk in chunks:
             chunk["choices"][0]["delta"] = first
+            if self._asked.return_token_ids:
+                chunk["prompt_token_ids"] = list(self._asks[0].ids)
         if self._asked.echoed:
             chunks += [self._chunk(index, self._asked.echoed, [], None) for index in range(len(self._asks))]
         return chunks
@@ -286,7 +300,8 @@ class ChatReply(OpenAiReply):
         answer = self._answers[index]
         delta = self._without_thoughts(answer.close())
         finish = str(completion.finish)
-        chunk = self._chunk(index, "", [], _CALLED.get(finish, finish) if answer.message.calls else finish)
+        finish = _CALLED.get(finish, finish) if answer.message.calls else finish
+        chunk = self._chunk(index, "", self._ending(completion), finish)
         chunk["choices"][0]["delta"] = delta
         return [chunk]
 

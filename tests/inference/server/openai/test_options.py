@@ -212,11 +212,39 @@ def test_each_chunk_tells_the_usage_so_far(client):
             prompt="the cat", stream_options=options, extra_body={"return_token_ids": True}, **asked
         )
     ]
-    assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 5, 6, 6, 6]
+    assert [chunk.usage.completion_tokens for chunk in chunks] == [0, 1, 2, 3, 4, 5, 6, 6, 6]
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {6}
     assert [token for chunk in chunks for choice in chunk.choices for token in choice.token_ids] == [65] * 6
     chat = [*client.chat.completions.create(messages=HELLO, stream_options=options, **asked)]
     assert [chunk.usage.completion_tokens for chunk in chat] == [0, 1, 2, 3, 4, 5, 6, 6, 6]
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_ids_are_those_of_the_whole_row(client, served, api):
+    """The prompt's in the first chunk alone; the end token among the answer's, with its log probability."""
+    end = served.vocabulary.eos_id
+    asked = {"model": "tiny", "max_tokens": 6, "temperature": 0, "logit_bias": {str(end): 100, "65": 99}}
+    body = {"return_token_ids": True, "return_tokens_as_token_ids": True, "min_tokens": 2}
+    if api == "chat":
+        create, asked = client.chat.completions.create, asked | {"messages": HELLO, "logprobs": True}
+    else:
+        create, asked = client.completions.create, asked | {"prompt": "the cat", "logprobs": 0}
+    reply = create(**asked, extra_body=body)
+    (choice,), ids = reply.choices, [65, 65, end]
+    assert choice.finish_reason == "stop" and choice.token_ids == ids
+    names = [f"token_id:{token}" for token in ids]
+    prompt = reply.prompt_token_ids if api == "chat" else choice.prompt_token_ids
+    first, *chunks = create(**asked, stream=True, extra_body=body)
+    of_first = first if api == "chat" else first.choices[0]
+    assert of_first.prompt_token_ids == prompt
+    for chunk in chunks:
+        assert "prompt_token_ids" not in chunk.model_dump() and "prompt_token_ids" not in chunk.choices[0].model_dump()
+    assert [token for chunk in chunks for token in chunk.choices[0].token_ids] == ids
+    each = [choice.logprobs, *(chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs)]
+    named = [[item.token for item in one.content] if api == "chat" else one.tokens for one in each]
+    assert named[0] == names and sum(named[1:], []) == names
+    plain = create(**asked, extra_body={"min_tokens": 2}).choices[0].logprobs
+    assert len(plain.content if api == "chat" else plain.tokens) == 2
 
 
 def test_a_grammar_of_llama_cpp_is_read(client):
