@@ -114,7 +114,6 @@ from capibara.evaluation.metrics import exact_match as exact_match
 from capibara.evaluation.metrics import rouge as rouge
 from capibara.evaluation.metrics import token_f1 as token_f1
 from capibara.evaluation.programs import PassAtK as PassAtK
-from capibara.evaluation.sandbox.sandbox import Sandbox as Sandbox
 from capibara.evaluation.seqio_tasks import SeqioEvaluation as SeqioEvaluation
 from capibara.evaluation.statistics.stopping import SequentialStopping as SequentialStopping
 from capibara.evaluation.tasks import EvalTask as EvalTask
@@ -182,6 +181,7 @@ from capibara.optim.schedules import Schedule as Schedule
 from capibara.retrieval.contexts import Retrieval as Retrieval
 from capibara.retrieval.raft import RaftPreparation as RaftPreparation
 from capibara.retrieval.settings import IndexPreparation as IndexPreparation
+from capibara.sandbox.sandbox import Sandbox as Sandbox
 from capibara.sharding.plan import Plan as Plan
 from capibara.sharding.rules import Rules as Rules
 from capibara.strategies.consensus.consensus import ConsensusConfig as ConsensusConfig
@@ -189,6 +189,7 @@ from capibara.strategies.distillation.loss import Distillation as Distillation
 from capibara.strategies.distillation.teacher import Teacher as Teacher
 from capibara.strategies.duo_attention.loss import DuoAttention as DuoAttention
 from capibara.strategies.environments.functions import FunctionTools as FunctionTools
+from capibara.strategies.environments.python_tool import PythonTool as PythonTool
 from capibara.strategies.environments.search import Search as Search
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
@@ -199,9 +200,13 @@ from capibara.strategies.policy.gmpo import Gmpo as Gmpo
 from capibara.strategies.policy.sapo import Sapo as Sapo
 from capibara.strategies.policy.vespo import Vespo as Vespo
 from capibara.strategies.ppo import Ppo as Ppo
-from capibara.strategies.rewards import exact_answer as exact_answer
-from capibara.strategies.rewards import matches_pattern as matches_pattern
-from capibara.strategies.rewards import numeric_answer as numeric_answer
+from capibara.strategies.rewards.functions import exact_answer as exact_answer
+from capibara.strategies.rewards.functions import matches_pattern as matches_pattern
+from capibara.strategies.rewards.functions import numeric_answer as numeric_answer
+from capibara.strategies.rewards.json_answer import JsonAnswer as JsonAnswer
+from capibara.strategies.rewards.llm_judge import LlmJudge as LlmJudge
+from capibara.strategies.rewards.math_answer import MathAnswer as MathAnswer
+from capibara.strategies.rewards.passes_tests import PassesTests as PassesTests
 from capibara.training.base.options import Evaluation as Evaluation
 from capibara.training.profiling.profile import Profile as Profile
 from capibara.training.run_folder.lineage import LineageFile as LineageFile

@@ -22,6 +22,7 @@ from capibara.core.types import Dataclass, UserError
 from capibara.interop import hub
 from capibara.models.api import Lora
 from capibara.strategies.rewarded import RewardedLoss
+from capibara.strategies.rewards.verifier import Verifier
 from capibara.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -255,11 +256,13 @@ def _changed(
 
 def _named(reward: Reward) -> Reward:
     """A reward that the run folder's configuration can name."""
+    if isinstance(reward, Verifier):
+        return reward
     if isinstance(reward, types.FunctionType) and reward.__module__.startswith("capibara."):
         return reward
     if not isinstance(reward, types.FunctionType) or not reward.__name__.isidentifier():
         raise UserError(
-            f"the reward {short(reward)} must be a function with a name: write def my_reward(prompt, answer, record)"
+            f"the reward {short(reward)} must be a function with a name or a verifier: write def my_reward(prompt, answer, record)"
         )
     if reward.__name__ in defining_modules():
         raise UserError(f"the reward {reward.__name__} has the name of {reward.__name__} of capibara: give it another")

@@ -27,6 +27,7 @@ _USES = {
     "serve": "serve",
     "evaluation": "evaluate: BLEU and ROUGE",
     "harness": "evaluate --harness",
+    "verifiers": "train, finetune: @MathAnswer(), @JsonAnswer()",
     "privacy": "train: Trainer.privacy",
     "launch": "launch: Cloud TPU, Vertex AI, GKE, Bayesian sweeps",
     "builders": "prepare",

@@ -6,9 +6,9 @@ import base64
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -24,12 +24,13 @@ from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
-from capibara.strategies import rewards as judge
 from capibara.strategies.dialogues import Dialogues, Opening, episode_of
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
 from capibara.strategies.readings import Readings
-from capibara.strategies.rewards import Reward
+from capibara.strategies.rewards import reward as judge
+from capibara.strategies.rewards.reward import Reward
+from capibara.strategies.rewards.reward_sum import RewardSum, Total
 
 
 class Exchange(NamedTuple):
@@ -210,18 +211,17 @@ class Answerer:
         self, split: str, prompts: Sequence[Prompt], finished: Mapping[int, Sequence[Finished]], progress: str
     ) -> list[list[Answer]]:
         mine, judged = hosts.share(prompts), list[list[Answer]]()
-        for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
-            self._run.reporter.check(turn)
-            self._run.reporter.progress(progress.format(sum(map(len, judged))))
-            part = mine[turn : turn + 1]
-            result = hosts.each(lambda: [(p.row, self._judged(split, p, finished[p.row])) for p in part])
-            for row, answers in itertools.chain.from_iterable(result):
-                assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
-                judged.append([Answer.of(answer) for answer in answers])
+        with self._reward_sum.threads() as pool:
+            begun = {p.row: [self._begin(pool, split, p, item) for item in finished[p.row]] for p in mine}
+            for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
+                self._run.reporter.check(turn)
+                self._run.reporter.progress(progress.format(sum(map(len, judged))))
+                part = mine[turn : turn + 1]
+                result = hosts.each(lambda: [(p.row, [answer().packed() for answer in begun[p.row]]) for p in part])
+                for row, answers in itertools.chain.from_iterable(result):
+                    assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
+                    judged.append([Answer.of(answer) for answer in answers])
         return judged
-
-    def _judged(self, split: str, prompt: Prompt, finished: Sequence[Finished]) -> list[dict[str, Any]]:
-        return [self._answer(split, prompt, item).packed() for item in finished]
 
     def _dialogues(
         self,
@@ -241,40 +241,47 @@ class Answerer:
         talk, dialect = self._generator.chat, self._dialect
         generate = functools.partial(self._generator.streams, what=what, dialect=dialect)
         answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
-        for item in Dialogues(environment, talk, dialect, generate).held(openings):
-            prompt, spoken = item.opening.prompt, {"dialogue": item.messages}
-            total, parts = self._rewards(split, prompt, item.text, spoken)
-            answer = Answer(prompt.ids, item.tokens, item.drawn, total, parts, item.truncated, item.is_own)
-            answers[prompt.row].append(answer)
+        dialogues = Dialogues(environment, talk, dialect, generate).held(openings)
+        with self._reward_sum.threads() as pool:
+            begun = [
+                self._begin_rewards(pool, split, item.opening.prompt, item.text, {"dialogue": item.messages})
+                for item in dialogues
+            ]
+            for item, rewards in zip(dialogues, begun):
+                prompt, (total, parts) = item.opening.prompt, rewards()
+                answer = Answer(prompt.ids, item.tokens, item.drawn, total, parts, item.truncated, item.is_own)
+                answers[prompt.row].append(answer)
         return [answers[prompt.row] for prompt in prompts]
 
-    def _answer(self, split: str, prompt: Prompt, finished: Finished) -> Answer:
+    def _begin(
+        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, finished: Finished
+    ) -> Callable[[], Answer]:
+        """Begins with an answer's rewards; the function waits for them."""
         completion, reading = finished
         turns = [] if reading is None else reading.turns
         more = {} if reading is None else {"memories": [turn.completion.text for turn in turns[:-1]]}
-        total, parts = self._rewards(split, prompt, completion.text, more)
-        earlier = tuple(Exchange(turn.prompt, *tokens_of(turn.completion)) for turn in turns[:-1])
-        ids = turns[-1].prompt if turns else prompt.ids
-        tokens, drawn = tokens_of(completion)
-        return Answer(ids, tokens, drawn, total, parts, completion.finish is Finish.LENGTH, earlier=earlier)
+        rewards = self._begin_rewards(pool, split, prompt, completion.text, more)
 
-    def _rewards(
-        self, split: str, prompt: Prompt, answer: str, more: Mapping[str, Any]
-    ) -> tuple[float, tuple[float, ...]]:
-        """The weighted sum of an answer's rewards, and the rewards; `more`: what they read beside the record."""
-        grpo, documents = self._grpo, self._documents[split]
-        record, text = {**documents.record(prompt.number), **more}, documents[prompt.number]
-        parts = []
-        for reward in grpo.rewards:
-            value = reward(text, answer, record)
-            if not isinstance(value, (int, float, np.number)) or not math.isfinite(value):
-                raise UserError(
-                    f"Grpo.rewards: {name_of(reward)} returned {value!r} for an answer to "
-                    f"{documents.where(prompt.number)}: it must return a finite number"
-                )
-            parts.append(float(value))
-        weights = grpo.reward_weights or (1.0,) * len(parts)
-        return sum(weight * part for weight, part in zip(weights, parts)), tuple(parts)
+        def answer() -> Answer:
+            total, parts = rewards()
+            earlier = tuple(Exchange(turn.prompt, *tokens_of(turn.completion)) for turn in turns[:-1])
+            ids = turns[-1].prompt if turns else prompt.ids
+            tokens, drawn = tokens_of(completion)
+            return Answer(ids, tokens, drawn, total, parts, completion.finish is Finish.LENGTH, earlier=earlier)
+
+        return answer
+
+    def _begin_rewards(
+        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, answer: str, more: Mapping[str, Any]
+    ) -> Callable[[], Total]:
+        """As `RewardSum.begin`; `more`: what rewards read beside the record."""
+        documents = self._documents[split]
+        record, where = {**documents.record(prompt.number), **more}, documents.where(prompt.number)
+        return self._reward_sum.begin(pool, documents[prompt.number], answer, record, where)
+
+    @functools.cached_property
+    def _reward_sum(self) -> RewardSum:
+        return RewardSum(self._grpo.rewards, self._grpo.reward_weights)
 
 
 def check_records(rewards: Sequence[Reward], dataset: Dataset, split: str, limit_s: float) -> None:
@@ -307,11 +314,6 @@ def prompt_documents(dataset: Dataset, split: str) -> PromptDocuments:
             "Dataset.source = @PromptJsonlSource()"
         )
     return result
-
-
-def name_of(reward: object) -> str:
-    """The name of a reward function."""
-    return getattr(reward, "__name__", type(reward).__name__)
 
 
 def _packed(item: Exchange | Answer) -> dict[str, str]:

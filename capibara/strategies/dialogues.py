@@ -23,6 +23,7 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.seeds import draw_seed
 from capibara.strategies.environments.environment import Environment, Episode
 from capibara.strategies.generating import Prompt, tokens_of
+from capibara.strategies.rewards.reward_sum import each
 
 _MARK = "\ue000answer\ue000"  # stands for the model's message where a template is asked what follows one
 
@@ -108,24 +109,30 @@ class Dialogues:
             ]
             streams = self._generate(prompts, functools.partial(_samplings, going, turn))
             ends_here = turn + 1 == self._environment.turns
-            going = {i: item for i, item in going.items() if self._goes_on(item, streams[i][0].result(), ends_here)}
+            spoken = {i: streams[i][0].result() for i in going}
+            asked = {i: item for i, item in going.items() if self._add_message(item, spoken[i]) and not ends_here}
+            calls = [functools.partial(self._answers, item) for item in asked.values()]
+            answers = dict(zip(asked, each(calls, self._environment.concurrent)))
+            going = {i: item for i, item in asked.items() if self._goes_on(item, answers[i], spoken[i].end)}
             if not going:
                 break
         return dialogues
 
-    def _goes_on(self, dialogue: Dialogue, completion: Completion, ends_here: bool) -> bool:
-        """Adds what the model said, and what the environment answers; returns whether the model speaks again."""
+    def _add_message(self, dialogue: Dialogue, completion: Completion) -> bool:
+        """Adds what the model said; returns whether it said it to its end."""
         dialogue.say(*tokens_of(completion))
         dialogue.truncated = completion.finish is Finish.LENGTH
         message = self._message(dialogue.opening.conversation, completion.text)
         dialogue.text = str(message.get("content") or "")
         dialogue.messages.append(message)
-        if completion.end is None or ends_here:
-            return False
-        answers = self._answers(dialogue)
+        return completion.end is not None
+
+    def _goes_on(self, dialogue: Dialogue, answers: Sequence[Message], end: int | None) -> bool:
+        """Adds what the environment answers; returns whether the model speaks again."""
+        assert end is not None, "the environment is asked after whole messages"
         if not answers:
             return False
-        tokens = self._following(dialogue.opening.conversation, answers, completion.end)
+        tokens = self._following(dialogue.opening.conversation, answers, end)
         if len(tokens) >= dialogue.room:
             dialogue.truncated = True
             return False

@@ -22,7 +22,7 @@ from capibara.objectives.base import DrawnFrom
 from capibara.objectives.loss import ResidentArrays
 from capibara.strategies.answering import check_records
 from capibara.strategies.policy.advantages import overlong_penalty
-from capibara.strategies.rewards import Reward, check_reward
+from capibara.strategies.rewards.reward import Reward, check_reward
 from capibara.strategies.rollout_loss import RolloutLoss
 
 CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled

@@ -25,10 +25,11 @@ from capibara.objectives.batches import BatchProvider, ReadAhead, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
 from capibara.strategies.ahead import AheadDrawer
-from capibara.strategies.answering import Answer, Exchange, name_of, prompts_of
+from capibara.strategies.answering import Answer, Exchange, prompts_of
 from capibara.strategies.drawer import Drawer, DrawOptions
 from capibara.strategies.generating import answer_rows
 from capibara.strategies.policy.advantages import KlIn
+from capibara.strategies.rewards.reward_sum import name_of
 
 
 class RollingOut(DrawOptions, Protocol):

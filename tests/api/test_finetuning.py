@@ -193,6 +193,20 @@ def test_each_method_with_rewards_trains_adapters(folder, tmp_path, method, bind
     assert run.model.generate("river?", max_new_tokens=2) is not None
 
 
+def test_verifiers_are_rewards(folder, tmp_path):
+    """Also of the run that the command line resumes."""
+    prompts = [{"prompt": f"{n}?", "schema": {"type": "integer"}} for n in range(8)]
+    rewards = [cb.JsonAnswer(), cb.PassesTests(field="schema", limits=cb.Sandbox(seconds=2.0))]
+    with pytest.raises(cb.UserError, match="the target's 'test' must be a text"):
+        cb.grpo(f"{folder}/hf", prompts, str(tmp_path / "no"), rewards, steps=1, batch_size=8, length=48)
+    run = cb.grpo(
+        f"{folder}/hf", prompts, str(tmp_path / "run"), rewards[:1], steps=1, batch_size=8, length=48, log_every=1,
+        bindings=["ANSWER_LENGTH = 4"],
+    )  # fmt: skip
+    assert any("reward" in record for record in run.history)
+    assert cb.read_run(f"{run.folder}/config.gin").loss.rewards == (cb.JsonAnswer(),)
+
+
 @pytest.mark.parametrize(("method", "steps"), [("grpo", 3), pytest.param("ppo", 12, marks=pytest.mark.heavy)])
 def test_adapters_are_trained_beside_the_devices_that_draw(folder, tmp_path, method, steps):
     """Runs of PPO have eight steps to a rollout."""

@@ -10,9 +10,9 @@ import pytest
 from capibara.core.types import UserError
 from capibara.evaluation.metrics import computed
 from capibara.evaluation.programs import PassAtK, pass_at_k, program
-from capibara.evaluation.sandbox.sandbox import Sandbox
 from capibara.evaluation.tasks import EvalTask
 from capibara.inference.sampling.sampling import Sampling
+from capibara.sandbox.sandbox import Sandbox
 
 ADD = {
     "prompt": "def add(a, b):\n",
@@ -74,5 +74,5 @@ def test_mistakes_are_said_before_anything_is_generated():
         PassAtK(k=())
     with pytest.raises(UserError, match="needs the key 'test'"):
         PassAtK()(["a text"], ["x"])
-    with pytest.raises(UserError, match="the target's 'entry_point' must be a text for PassAtK, not 5"):
+    with pytest.raises(UserError, match="the target's 'entry_point' must be a text, not 5"):
         PassAtK().check_target({"test": "x", "entry_point": 5})

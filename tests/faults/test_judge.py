@@ -1,4 +1,4 @@
-"""Programs that would pass without doing what their tests ask for, and what they leave behind (capibara/evaluation/sandbox/sandbox.py)."""
+"""Programs that would pass without doing what their tests ask for, and what they leave behind (capibara/sandbox/sandbox.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import subprocess
 import pytest
 
 from capibara.evaluation.programs import judged, program
-from capibara.evaluation.sandbox import sandbox
-from capibara.evaluation.sandbox.sandbox import Holder, Sandbox
+from capibara.sandbox import sandbox
+from capibara.sandbox.sandbox import Holder, Sandbox
 
 PROMPT = 'import math\n\ndef add(a, b):\n    """The sum."""\n'
 TEST = """

@@ -41,7 +41,7 @@ from capibara.strategies.distillation.loss import Distillation
 from capibara.strategies.distillation.teacher import Teacher
 from capibara.strategies.duo_attention.loss import DuoAttention
 from capibara.strategies.grpo import Grpo
-from capibara.strategies.rewards import exact_answer
+from capibara.strategies.rewards.functions import exact_answer
 from capibara.training import setup
 from capibara.training.trainer import Trainer
 

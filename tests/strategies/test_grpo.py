@@ -23,10 +23,11 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import DecoderConfig, Lora
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
-from capibara.strategies import rewards
 from capibara.strategies.answering import Answer, Answerer
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.policy.clipped import Clipped
+from capibara.strategies.rewards import functions
+from capibara.strategies.rewards.json_answer import JsonAnswer
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
 from capibara.training.base.options import Evaluation
@@ -430,15 +431,16 @@ def test_the_divergence_in_rewards_is_from_the_initial_weights(make_trainer, tra
 @pytest.mark.parametrize(
     ("reward", "answer", "said"),
     [
-        (rewards.numeric_answer, {"answer": "1,5"}, r"'1,5': it must hold a number that has one reading"),
-        (rewards.numeric_answer, {"answer": "none"}, r"'none': it must hold a number"),
-        (rewards.exact_answer, {"result": "5"}, r"a record has no field 'answer'"),
+        (functions.numeric_answer, {"answer": "1,5"}, r"'1,5': it must hold a number that has one reading"),
+        (functions.numeric_answer, {"answer": "none"}, r"'none': it must hold a number"),
+        (functions.exact_answer, {"result": "5"}, r"a record has no field 'answer'"),
+        (JsonAnswer(field="answer"), {"answer": "{"}, r"must be a JSON Schema"),
     ],
 )
 def test_a_record_that_a_ready_reward_cannot_use_is_named_before_anything_is_compiled(
     make_trainer, train, tmp_path, monkeypatch, reward, answer, said
 ):
-    lines = [{"prompt": f"{i}?", "answer": str(i)} for i in range(40)]
+    lines = [{"prompt": f"{i}?", "answer": "{}" if isinstance(reward, JsonAnswer) else str(i)} for i in range(40)]
     lines[20:] = [{"prompt": line["prompt"]} | answer for line in lines[20:]]  # some of which are not for validation
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *_, **__: pytest.fail("compiled"))
@@ -479,7 +481,7 @@ def test_rewards_must_be_finite_numbers(make_trainer, train):
         ),
         ({"sampling": Sampling(max_new_tokens=NEW, thinking_tokens=2)}, "Sampling.thinking_tokens forces tokens"),
         ({"rewards": (Plan,)}, r"has Plan, which does not take \(prompt, answer, record\)"),
-        ({"rewards": (rewards.matches_pattern,)}, "matches_pattern.pattern has no value"),
+        ({"rewards": (functions.matches_pattern,)}, "matches_pattern.pattern has no value"),
     ],
 )
 def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
@@ -512,19 +514,19 @@ def test_a_run_of_texts_asks_for_a_source_of_prompts(make_trainer):
 
 def test_ready_rewards():
     record = {"answer": "The  Capybara", "n": "#### 1,250", "m": 0.5}
-    assert rewards.exact_answer("", " the capybara ", record) == 1.0
-    assert rewards.exact_answer("", "a capybara", record) == 0.0
-    assert rewards.exact_answer("", "so <a>x</a> <a>the capybara</a>.", record, pattern="<a>(.*?)</a>") == 1.0
-    assert rewards.exact_answer("", "the capybara", record, pattern="<a>(.*?)</a>") == 0.0
-    assert rewards.numeric_answer("", "12 and so 1250.", record, field="n") == 1.0
-    assert rewards.numeric_answer("", "1250 or 12", record, field="n") == 0.0
-    assert rewards.numeric_answer("", "nothing", record, field="n") == 0.0
-    assert rewards.numeric_answer("", "it is .5", record, field="m") == 1.0
-    assert rewards.matches_pattern("", "<think>a\nb</think> 4\n", record, pattern="<think>.*</think>.+") == 1.0
-    assert rewards.matches_pattern("", "4", record, pattern="<think>.*</think>.+") == 0.0
+    assert functions.exact_answer("", " the capybara ", record) == 1.0
+    assert functions.exact_answer("", "a capybara", record) == 0.0
+    assert functions.exact_answer("", "so <a>x</a> <a>the capybara</a>.", record, pattern="<a>(.*?)</a>") == 1.0
+    assert functions.exact_answer("", "the capybara", record, pattern="<a>(.*?)</a>") == 0.0
+    assert functions.numeric_answer("", "12 and so 1250.", record, field="n") == 1.0
+    assert functions.numeric_answer("", "1250 or 12", record, field="n") == 0.0
+    assert functions.numeric_answer("", "nothing", record, field="n") == 0.0
+    assert functions.numeric_answer("", "it is .5", record, field="m") == 1.0
+    assert functions.matches_pattern("", "<think>a\nb</think> 4\n", record, pattern="<think>.*</think>.+") == 1.0
+    assert functions.matches_pattern("", "4", record, pattern="<think>.*</think>.+") == 0.0
     with pytest.raises(UserError, match="is no regular expression"):
-        rewards.exact_answer("", "", record, pattern="(")
+        functions.exact_answer("", "", record, pattern="(")
     with pytest.raises(UserError, match="no field 'x'"):
-        rewards.exact_answer("", "", record, field="x")
+        functions.exact_answer("", "", record, field="x")
     with pytest.raises(UserError, match="must hold a number"):
-        rewards.numeric_answer("", "", record)
+        functions.numeric_answer("", "", record)

@@ -28,7 +28,7 @@ from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer
 from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.ppo import Ppo
-from capibara.strategies.rewards import exact_answer, numeric_answer
+from capibara.strategies.rewards.functions import exact_answer, numeric_answer
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
 from capibara.training.base.options import Evaluation

@@ -11,7 +11,7 @@ from capibara.core.types import UserError
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.ppo import Ppo
-from capibara.strategies.rewards import exact_answer
+from capibara.strategies.rewards.functions import exact_answer
 from capibara.training import emulation
 from tests.strategies.test_grpo import make_trainer, train
 

@@ -14,7 +14,7 @@ from capibara.kernels.cross_entropy.dispatch import token_log_probabilities
 from capibara.objectives.preference import Dpo
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.policy.clipped import Clipped
-from capibara.strategies.rewards import matches_pattern
+from capibara.strategies.rewards.functions import matches_pattern
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / "golden"
 sys.path.insert(0, str(GOLDEN))

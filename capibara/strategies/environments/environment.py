@@ -33,11 +33,13 @@ class Environment(abc.ABC):
     Attributes:
       turns: the largest number of messages of the model in a dialogue.
       answers_calls: whether it answers calls alone, so that the chat template must write them.
+      concurrent: whether the episodes of a turn are stepped beside each other, in threads.
     """
 
     turns: int = 4
 
     answers_calls: ClassVar[bool] = False
+    concurrent: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.turns < 1:

@@ -40,7 +40,7 @@ from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.gmpo import Gmpo
 from capibara.strategies.policy.sapo import Sapo
 from capibara.strategies.ppo import Ppo
-from capibara.strategies.rewards import exact_answer
+from capibara.strategies.rewards.functions import exact_answer
 from capibara.training.base.options import Evaluation
 from capibara.training.profiling.profile import Profile
 from capibara.training.stability.loss_scale import LossScaling

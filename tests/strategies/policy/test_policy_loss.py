@@ -16,7 +16,7 @@ from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.gmpo import Gmpo
 from capibara.strategies.policy.sapo import Sapo
 from capibara.strategies.policy.vespo import Vespo
-from capibara.strategies.rewards import exact_answer
+from capibara.strategies.rewards.functions import exact_answer
 
 NEW = 8
 

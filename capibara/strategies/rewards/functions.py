@@ -1,4 +1,4 @@
-"""Verifiable rewards: functions of (prompt, answer, record) for Grpo.rewards.
+"""Rewards that are functions of (prompt, answer, record), for Grpo.rewards.
 
     Grpo.rewards = (@exact_answer, @matches_pattern)
     matches_pattern.pattern = r"<think>.*</think>.+"
@@ -9,28 +9,14 @@ imports.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.strategies.numbers import last_number
-
-
-class Reward(Protocol):
-    """The interface of a reward in `Grpo.rewards`; see examples/extend/my_reward.py."""
-
-    def __call__(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-        """The reward of an answer, a finite number.
-
-        Args:
-          prompt: the prompt as the chat template renders it.
-          answer: the model's answer.
-          record: the record of the prompt in the data.
-        """
+from capibara.strategies.rewards.numbers import last_number
 
 
 @configurable
@@ -63,7 +49,7 @@ def numeric_answer(
 ) -> float:
     """1 if the last number of the answer equals the last number of the record's answer, otherwise 0.
 
-    `strategies.numbers` has the ways to write a number. An answer that has two readings, such as 1,5, is wrong; a record's is
+    `numbers` has the ways to write a number. An answer that has two readings, such as 1,5, is wrong; a record's is
     refused.
 
     Args:
@@ -94,36 +80,6 @@ def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, patt
             'matches_pattern.pattern has no value: set it, e.g. matches_pattern.pattern = "<think>.*</think>.+"'
         )
     return float(_compiled(pattern).fullmatch(answer.strip()) is not None)
-
-
-def check_reward(reward: object) -> None:
-    """Raises UserError unless it accepts a prompt, an answer and a record, and its patterns are valid."""
-    name = getattr(reward, "__name__", repr(reward))
-    if not callable(reward):
-        raise UserError(f"Grpo.rewards has {reward!r}, must have functions, in Gin (@exact_answer, ...) without ()")
-    kinds = inspect.Parameter
-    try:
-        parameters = inspect.signature(inspect.unwrap(reward)).parameters.values()
-    except (TypeError, ValueError):
-        return  # its signature is unknown
-    positional = [
-        parameter for parameter in parameters if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
-    ]
-    needed = [item for item in positional if item.default is kinds.empty]
-    if len(needed) > 3 or (
-        len(positional) < 3 and not any(parameter.kind is kinds.VAR_POSITIONAL for parameter in parameters)
-    ):
-        raise UserError(
-            f"Grpo.rewards has {name}, which does not take (prompt, answer, record): name a reward function"
-        )
-    if inspect.unwrap(reward) is inspect.unwrap(matches_pattern):
-        reward("", "", {})
-
-
-def check_record(reward: Reward, record: Mapping[str, Any]) -> None:
-    """Raises UserError if a ready reward cannot judge answers to the prompt of a record."""
-    if inspect.unwrap(reward) in map(inspect.unwrap, (exact_answer, numeric_answer)):
-        reward("", "", record)
 
 
 def found(pattern: str, text: str) -> str | None:

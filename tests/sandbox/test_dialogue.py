@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from capibara.evaluation.sandbox import sandbox
-from capibara.evaluation.sandbox.sandbox import Holder, Program, Sandbox
+from capibara.sandbox import sandbox
+from capibara.sandbox.sandbox import Holder, Program, Sandbox
 
 LIMITS = Sandbox(seconds=5, holder=Holder.NAMESPACES)
 CODE = '''

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from capibara.core.types import UserError
-from capibara.evaluation.sandbox import sandbox
-from capibara.evaluation.sandbox.sandbox import Sandbox
+from capibara.sandbox import sandbox
+from capibara.sandbox.sandbox import Sandbox
 
 QUICK = Sandbox(seconds=2, memory_mib=512, processes=8)
 

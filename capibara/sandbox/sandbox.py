@@ -42,13 +42,14 @@ from collections.abc import Sequence
 
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.evaluation.sandbox import parting, private_root, wire
+from capibara.sandbox import parting, private_root, wire
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _SCRIPTS = ("jail", "wire", "dialogue", "parting", "private_root")
 _holders: dict[Sandbox, Outcome] = {}
 _SPARE_S = 10.0  # additional time for the supervisor to end by itself
 _SHOWN = 300
+_END_BYTES = 2**16  # of a program's standard error
 
 
 class Holder(enum.StrEnum):
@@ -120,12 +121,14 @@ class Outcome:
       reason: why it did not pass: the last line of its errors, or the limit that it exceeded; empty if it passed.
       network: whether it had access to the network.
       holder: its isolation: bubblewrap, namespaces or limits.
+      errors: the end of what it wrote to its standard error.
     """
 
     passed: bool
     reason: str
     network: bool
     holder: str = dataclasses.field(default="", compare=False)
+    errors: str = dataclasses.field(default="", compare=False)
 
 
 def run(program: Program | str, limits: Sandbox = Sandbox()) -> Outcome:
@@ -197,7 +200,7 @@ def _run(program: Program | str, limits: Sandbox, bubblewrap: str | None) -> Out
             )  # fmt: skip
             job = {"text": program} if isinstance(program, str) else dataclasses.asdict(program)
             output = _finished(process, json.dumps(job).encode("ascii"), limits.seconds + _SPARE_S)
-        return _outcome(output, _last_line(errors), bubblewrap is not None)
+        return _outcome(output, _end(errors), bubblewrap is not None)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -308,23 +311,24 @@ def _finished(process: subprocess.Popen, job: bytes, seconds: float) -> bytes:
         process.communicate()
 
 
-def _outcome(output: bytes, error: str, bubblewrap: bool) -> Outcome:
+def _outcome(output: bytes, errors: str, bubblewrap: bool) -> Outcome:
+    lines = errors.strip().splitlines()
+    error = lines[-1][:_SHOWN] if lines else ""
     try:
         result = json.loads(output)
     except ValueError:
-        return Outcome(passed=False, reason=error or "the sandbox was killed", network=True)
+        return Outcome(passed=False, reason=error or "the sandbox was killed", network=True, errors=errors)
     reason = result["reason"]
     if not result["passed"] and error and reason in ("exit code 1", "ended before its last line"):
         reason = error
     holder = "bubblewrap" if bubblewrap else "namespaces" if result["files"] else "limits"
-    return Outcome(passed=result["passed"], reason=reason, network=result["network"], holder=holder)
+    return Outcome(result["passed"], reason, result["network"], holder, errors)
 
 
-def _last_line(path: str) -> str:
+def _end(path: str) -> str:
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 4096))
-        lines = file.read().decode("utf-8", "replace").strip().splitlines()
-    return lines[-1][:_SHOWN] if lines else ""
+        file.seek(max(0, os.path.getsize(path) - _END_BYTES))
+        return file.read().decode("utf-8", "replace")
 
 
 def _environment(folder: str) -> dict[str, str]:

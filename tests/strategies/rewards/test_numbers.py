@@ -8,8 +8,9 @@ import random
 import pytest
 
 from capibara.core.types import UserError
-from capibara.strategies import rewards
-from capibara.strategies.numbers import last_number
+from capibara.strategies.rewards import functions
+from capibara.strategies.rewards.numbers import last_number
+from capibara.strategies.rewards.reward import check_record
 
 READINGS = {
     # Signs.
@@ -51,10 +52,10 @@ def test_what_has_no_reading_or_two_is_refused(text):
     assert last_number(text) is None
     record = {"answer": text}
     with pytest.raises(UserError, match="must hold a number that has one reading"):
-        rewards.numeric_answer("", "5", record)
+        functions.numeric_answer("", "5", record)
     with pytest.raises(UserError, match="must hold a number that has one reading"):
-        rewards.check_record(rewards.numeric_answer, record)
-    assert rewards.numeric_answer("", text, {"answer": 5}) == 0
+        check_record(functions.numeric_answer, record)
+    assert functions.numeric_answer("", text, {"answer": 5}) == 0
 
 
 def grouped(whole, mark):
@@ -96,11 +97,12 @@ def test_the_tolerance_is_that_of_isclose():
                     answer = expected * factor
                     want = math.isclose(answer, expected, rel_tol=tolerance, abs_tol=absolute)
                     options = {"tolerance": tolerance, "absolute": absolute}
-                    assert rewards.numeric_answer("", repr(answer), {"answer": expected}, **options) == want
-    assert rewards.numeric_answer("", "9e-7", {"answer": "1e-7"}) == 0
+                    assert functions.numeric_answer("", repr(answer), {"answer": expected}, **options) == want
+    assert functions.numeric_answer("", "9e-7", {"answer": "1e-7"}) == 0
     assert (
-        rewards.numeric_answer("", "0", {"answer": 0}) == 1 and rewards.numeric_answer("", "1e-9", {"answer": 0}) == 0
+        functions.numeric_answer("", "0", {"answer": 0}) == 1
+        and functions.numeric_answer("", "1e-9", {"answer": 0}) == 0
     )
     for options in ({"tolerance": -1.0}, {"absolute": float("nan")}):
         with pytest.raises(UserError, match="must be finite and at least 0"):
-            rewards.numeric_answer("", "5", {"answer": 5}, **options)
+            functions.numeric_answer("", "5", {"answer": 5}, **options)

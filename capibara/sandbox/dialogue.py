@@ -26,7 +26,7 @@ TYPE_CHECKING = False  # importing typing for it would be slow
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from capibara.evaluation.sandbox import wire
+    from capibara.sandbox import wire
 else:
     import wire  # in the same folder; `jail` loads it
 

@@ -1,0 +1,1 @@
+"""Rewards of answers: functions, verifiers that ask a library, a program or another model, and their sum."""

@@ -1,0 +1,55 @@
+"""Answers in JSON, by the schema of their record."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from capibara.core.types import UserError
+from capibara.strategies.rewards.json_answer import JsonAnswer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+RIGHT = '{"name": "Ada", "age": 36}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (RIGHT, 1),
+        (f" {RIGHT}\n", 1),
+        (f"Here:\n```json\n{RIGHT}\n```\nDone.", 1),
+        (f"```\n{RIGHT}\n```", 1),
+        (f"```json\n{RIGHT}\n```\n```json\n{RIGHT}\n```", 0),
+        (f"It is {RIGHT}", 0),
+        ('{"name": "Ada", "age": -1}', 0),
+        ('{"name": "Ada", "age": 36, "name": "Eve"}', 0),
+        ('{"name": "Ada", "age": NaN}', 0),
+        ('{"name": "Ada"}', 0),
+        ("", 0),
+        ("[" * 100_000, 0),
+    ],
+)
+def test_the_schema_decides(answer, reward):
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
+        assert JsonAnswer()("", answer, {"schema": schema}) == reward
+
+
+def test_references_stay_within_the_schema():
+    inner = {"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n"}
+    assert [JsonAnswer()("", answer, {"schema": inner}) for answer in ("1", '"1"')] == [1, 0]
+    with pytest.raises(UserError, match="must be a JSON Schema"):
+        JsonAnswer().check_record({"schema": {"$ref": "http://localhost:1/schema.json"}})
+
+
+@pytest.mark.parametrize("schema", [{"type": "integre"}, "{", {"minimum": "3"}, [1]])
+def test_a_record_without_a_schema_is_refused(schema):
+    with pytest.raises(UserError, match=r"JsonAnswer.field \('schema'\) of a record is .*, must be a JSON Schema"):
+        JsonAnswer().check_record({"schema": schema})
+    with pytest.raises(UserError, match="a record has no field 'schema'"):
+        JsonAnswer().check_record({"answer": schema})
