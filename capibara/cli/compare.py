@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from capibara.cli.arguments import comparing, flags
-from capibara.core import devices
 
 _DESCRIPTION = """Compare two models: their answers to the same prompts side by side, and whether one is better.
 
@@ -46,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags.parse_arguments(parser, argv)
     stopping = comparing.stopping(args)
     prompts, answers = comparing.read(args.prompts, needs_answers=args.score is not None)
+    from capibara.core import devices
+
     devices.start(args.emulate)
     from capibara.api.comparison import compare
     from capibara.api.opening import load

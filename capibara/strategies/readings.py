@@ -50,10 +50,11 @@ class Readings:
             raise UserError(
                 f"{where} has no text in {name!r}, which Grpo.memory reads: add it, or set MemoryAgent.document"
             )
-        messages, tools = read_prompt(record, where)
-        if len(messages) != 1 or tools:
+        messages, tools, variables = read_prompt(record, where)
+        if len(messages) != 1 or tools or variables:
+            more = " and tools" * bool(tools) + " and chat_template_kwargs" * bool(variables)
             raise UserError(
-                f"{where} has {len(messages)} messages{' and tools' * bool(tools)}, and Grpo.memory asks one question: give a line "
+                f"{where} has {len(messages)} messages{more}, and Grpo.memory asks one question: give a line "
                 "'question' and 'document'"
             )
         question = str(messages[0]["content"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from capibara.cli.composition import pretrained
 from capibara.core import fields, limits
 from capibara.core.types import UserError
+from capibara.data.chat import formats
 
 if TYPE_CHECKING:
     from capibara.cli.composition.pretrained import Pretrained
@@ -92,7 +93,6 @@ _OWN = {  # binding -> the option
     "TRAIN_STEPS": "steps",
     "Trainer.steps": "steps",
 }
-_CHATS = {"messages", "conversations", "prompt", "instruction", "question", "completion"}  # keys of a conversation
 _REWARDED = (
     *(Method.GRPO, Method.DR_GRPO, Method.DAPO, Method.GSPO),
     *(Method.CISPO, Method.SAPO, Method.RLOO, Method.REINFORCE_PP, Method.PPO),
@@ -363,8 +363,8 @@ def _kind(asked: FineTuning) -> Kind:
     wanted = _OF_LOSS.get(asked.method)
     if wanted is Kind.PROMPTS:
         return wanted
-    kind = Kind.TEXT if "text" in record and not _CHATS & record.keys() else Kind.CHAT
-    if {"chosen", "rejected"} <= record.keys():
+    kind = Kind.TEXT if "text" in record and not formats.CHAT_KEYS & record.keys() else Kind.CHAT
+    if formats.is_preference(record):
         kind = Kind.PREFERENCES
     elif isinstance(record.get("labels"), list) and {"steps", "completions"} & record.keys():
         kind = Kind.STEPS

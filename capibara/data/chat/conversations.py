@@ -119,8 +119,8 @@ class _Turns(Documents):
 
     def example(self, i: int) -> Example:
         chat, k = self._turns[i].tolist()
-        source, (messages, tools) = self._source, self._conversation(chat)
-        conversation, where = Conversation(messages[: k + 1], tools), self._chats.where(chat)
+        source, whole, where = self._source, self._conversation(chat), self._chats.where(chat)
+        conversation = whole._replace(messages=whole.messages[: k + 1])
         return render_example(source.template, conversation, source.train_on, where, source.domain)
 
     def __getitem__(self, i: int) -> str:

@@ -31,17 +31,19 @@ class Format(enum.StrEnum):
     """The format of a conversation in a record.
 
     AUTO: the first of the formats below whose keys the record has.
-    MESSAGES: "messages" [{"role", "content"}], OpenAI's format.
+    MESSAGES: "messages" [{"role", "content"}], the format of OpenAI, and of Amazon Bedrock.
     SHAREGPT: "conversations" [{"from", "value"}], from human, gpt, system, function_call, observation.
-    PROMPT_COMPLETION: "prompt" and "completion", text or messages.
-    ALPACA: "instruction", "input" (may be empty) and "output".
-    QUESTION: "question" and "solution", or "answer".
+    CONTENTS: "contents" [{"role", "parts"}], Gemini's format.
+    PROMPT_COMPLETION: "prompt" and "completion", text or messages, or "response".
+    ALPACA: "instruction", "input" or "context" (may be empty) and "output" or "response".
+    QUESTION: "question", "problem" or "query", and "solution", "answer" or "response".
     CHOSEN: a preference pair's prompt and its chosen answer.
     """
 
     AUTO = "auto"
     MESSAGES = "messages"
     SHAREGPT = "sharegpt"
+    CONTENTS = "contents"
     PROMPT_COMPLETION = "prompt_completion"
     ALPACA = "alpaca"
     QUESTION = "question"
@@ -54,10 +56,12 @@ class Conversation(NamedTuple):
     Attributes:
       messages: each {"role", "content"}, optionally with tool_calls, tool_call_id, reasoning_content, weight, ...
       tools: the available functions, each {"type": "function", "function": {"name", ...}}; None: there are none.
+      variables: what the template is given beside them, such as {"enable_thinking": False}; None: nothing.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] | None = None
 
 
 class Preference(NamedTuple):
@@ -101,16 +105,25 @@ def read_conversation(record: object, where: str, format: Format = Format.AUTO) 
     return _conversation(record, messages, where)
 
 
+def is_preference(record: object) -> bool:
+    """Whether a record has the keys of a preference pair."""
+    return isinstance(record, Mapping) and any(
+        first in record and second in record
+        for first, second in (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+    )
+
+
 def read_preference(record: object, where: str) -> Preference:
     """Reads the preference pair of a JSON object: "chosen" and "rejected", and the prompt before them.
 
-    The prompt is in "prompt", "conversations", "messages" or "instruction" and "input". If "chosen" and "rejected" are
-    lists of messages, it may also be their common prefix.
+    The prompt is in "prompt", "conversations", "messages", "question" or "instruction" and "input". If "chosen" and "rejected"
+    are lists of messages, it may also be their common prefix. OpenAI's "input", "preferred_output" and "non_preferred_output"
+    are read as well.
 
     Raises:
       UserError: a key is missing, or the two differ in other messages than the last.
     """
-    record = _object(record, where)
+    record = _of_openai(_object(record, where), where)
     if not ("chosen" in record and "rejected" in record):
         hint = ": set Dataset.source = @UnpairedJsonlSource() and Trainer.loss = @Kto()" if "label" in record else ""
         raise UserError(f"{where} is no preference pair: it needs chosen and rejected (it has: {_keys(record)}){hint}")
@@ -134,7 +147,7 @@ def read_unpaired(record: object, where: str) -> Unpaired:
       UserError: it is a preference pair, the label is missing or not true or false, or no assistant's message is last.
     """
     record = _object(record, where)
-    if "chosen" in record and "rejected" in record:
+    if is_preference(record):
         raise UserError(
             f"{where} is a preference pair, and an answer with a label is expected: set Dataset.source = "
             "@PreferenceJsonlSource() and another Trainer.loss, such as @Dpo(), or write chosen and rejected as two lines "
@@ -152,8 +165,8 @@ def read_unpaired(record: object, where: str) -> Unpaired:
 def read_prompt(record: object, where: str) -> Conversation:
     """Reads the prompt of a JSON object, without an assistant's message at its end.
 
-    It is in "messages", "conversations", "prompt" (text or messages), "instruction" and "input", or "question"; other
-    keys are ignored.
+    It is in "messages", "conversations", "contents", "prompt" (text or messages), "instruction" and "input", or "question",
+    "problem" or "query"; other keys are ignored.
 
     Raises:
       UserError: there is no prompt, or no message of the user.
@@ -164,13 +177,15 @@ def read_prompt(record: object, where: str) -> Conversation:
             messages = _messages(record[key], where, key)
             break
     else:
-        if "prompt" in record or "question" in record:
-            key = "prompt" if "prompt" in record else "question"
-            messages = [_text_message("user", record[key], where, key)]
+        question = next((name for name in ("prompt", *_QUESTIONS) if name in record), None)
+        if "contents" in record:
+            messages = _from_contents(record, where)
+        elif question is not None:
+            messages = [_text_message("user", record[question], where, question)]
         elif "instruction" in record:
             messages = _alpaca_prompt(record, where)
         else:
-            known = "messages, conversations, prompt, instruction, question"
+            known = "messages, conversations, contents, prompt, instruction, question"
             raise UserError(f"{where} has no prompt (it has: {_keys(record)}): known keys are {known}")
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
@@ -183,7 +198,7 @@ def _detected(record: Mapping[str, Any], where: str) -> Format:
     for format, needed in _KEYS.items():
         if all(any(key in record for key in keys) for keys in needed):
             return format
-    if "chosen" in record and "rejected" in record:
+    if is_preference(record):
         raise UserError(
             f"{where} is a preference pair: set ChatJsonlSource.format = 'chosen' to train on the chosen answers"
         )
@@ -194,11 +209,28 @@ def _detected(record: Mapping[str, Any], where: str) -> Format:
 def _conversation(record: Mapping[str, Any], messages: list[Message], where: str) -> Conversation:
     if not messages:
         raise UserError(f"{where} has no messages: remove the record")
-    system = record.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    if (system := _system(record, where)) and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     _number_calls(messages)
-    return Conversation(messages, _tools(record.get("tools"), where))
+    tools = _tools(record["tools"] if record.get("tools") else record.get("functions"), where)
+    variables = record.get("chat_template_kwargs")
+    if isinstance(variables, str):
+        variables = _json(variables, where, "chat_template_kwargs")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise UserError(f"{where}: chat_template_kwargs must be an object, not {_short(variables)}")
+    given = {key: value for key, value in (variables or {}).items() if value is not None}  # Arrow fills in the others
+    return Conversation(messages, tools, given or None)
+
+
+def _system(record: Mapping[str, Any], where: str) -> str:
+    """The system message beside the messages: a text, or a list of {"text"} as Anthropic and Amazon Bedrock have it."""
+    for key in ("system", "system_prompt", "systemInstruction", "system_instruction"):
+        value = record.get(key)
+        if isinstance(value, Mapping):  # Gemini's
+            value = value.get("parts")
+        if value:
+            return _content(value, f"{where}: {key}", False, "system")
+    return ""
 
 
 # The formats.
@@ -220,11 +252,13 @@ def _from_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
         if isinstance(prompt, list)
         else [_text_message("user", prompt, where, "prompt")]
     )
-    return before + _answer(record["completion"], "completion", where)
+    key = "completion" if "completion" in record else "response"
+    return before + _answer(record[key], key, where)
 
 
 def _from_alpaca(record: Mapping[str, Any], where: str) -> list[Message]:
-    return [*_alpaca_prompt(record, where), _text_message("assistant", record["output"], where, "output")]
+    key = "output" if "output" in record else "response"
+    return [*_alpaca_prompt(record, where), _text_message("assistant", record[key], where, key)]
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
@@ -237,29 +271,57 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
             _text_message("assistant", turn[1], where, "history"),
         ]
     message = _text_message("user", record["instruction"], where, "instruction")
-    more = _text_message("user", record.get("input") or "", where, "input")["content"]
+    key = "input" if record.get("input") else "context"
+    more = _text_message("user", record.get(key) or "", where, key)["content"]
     return [*messages, {**message, "content": f"{message['content']}\n\n{more}" if more else message["content"]}]
 
 
 def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
-    key = "solution" if "solution" in record else "answer"
+    question, answer = (next(key for key in keys if key in record) for keys in (_QUESTIONS, _ANSWERS))
     return [
-        _text_message("user", record["question"], where, "question"),
-        _text_message("assistant", record[key], where, key),
+        _text_message("user", record[question], where, question),
+        _text_message("assistant", record[answer], where, answer),
     ]
 
 
+def _from_contents(record: Mapping[str, Any], where: str) -> list[Message]:
+    turns = record["contents"]
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) and "parts" in turn for turn in turns):
+        raise UserError(f"{where}: contents must be a list of turns with role and parts, not {_short(turns)}")
+    return _messages(
+        [{"role": turn.get("role", "user"), "content": turn["parts"]} for turn in turns], where, "contents"
+    )
+
+
+def _of_openai(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A record with OpenAI's keys of a preference pair, with those that others have."""
+    if not ("preferred_output" in record and "non_preferred_output" in record):
+        return record
+    given = record.get("input")
+    if not isinstance(given, Mapping) or "messages" not in given:
+        raise UserError(f"{where}: input must be an object with messages, not {_short(given)}")
+    answers = {"chosen": record["preferred_output"], "rejected": record["non_preferred_output"]}
+    return {**given, **answers, "prompt": given["messages"]}
+
+
+_QUESTIONS, _ANSWERS = ("question", "problem", "query"), ("solution", "answer", "response")
 # Format -> its keys, each with alternatives, in the order in which formats are tried.
 _KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
     Format.MESSAGES: (("messages",),),
     Format.SHAREGPT: (("conversations", "conversation"),),
-    Format.PROMPT_COMPLETION: (("prompt",), ("completion",)),
-    Format.ALPACA: (("instruction",), ("output",)),
-    Format.QUESTION: (("question",), ("solution", "answer")),
+    Format.CONTENTS: (("contents",),),
+    Format.PROMPT_COMPLETION: (("prompt",), ("completion", "response")),
+    Format.ALPACA: (("instruction",), ("output", "response")),
+    Format.QUESTION: (_QUESTIONS, _ANSWERS),
 }
+# One of them is in each form of a conversation or a prompt.
+CHAT_KEYS = frozenset(
+    {"messages", "conversations", "conversation", "contents", "prompt", "instruction", "completion", *_QUESTIONS}
+)
 _READERS: dict[Format, Callable[[Mapping[str, Any], str], list[Message]]] = {
     Format.MESSAGES: _from_messages,
     Format.SHAREGPT: _from_sharegpt,
+    Format.CONTENTS: _from_contents,
     Format.PROMPT_COMPLETION: _from_prompt,
     Format.ALPACA: _from_alpaca,
     Format.QUESTION: _from_question,
@@ -276,9 +338,11 @@ def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     for key in ("prompt", "conversations", "messages"):
         if isinstance(record.get(key), list):
             return _messages(record[key], where, key)
+    if "question" in record:
+        return [_text_message("user", record["question"], where, "question")]
     if "instruction" in record:
         return _alpaca_prompt(record, where)
-    known = "prompt, conversations, messages, instruction"
+    known = "prompt, conversations, messages, question, instruction"
     raise UserError(f"{where}: chosen and rejected have no prompt (it has: {_keys(record)}): known keys are {known}")
 
 

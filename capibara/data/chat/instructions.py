@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.data.chat.formats import Conversation, read_conversation, read_preference
+from capibara.data.chat.formats import Conversation, is_preference, read_conversation, read_preference
 from capibara.data.text import disk, plain
 from capibara.storage import outputs, packed
 
@@ -89,13 +89,15 @@ def prepare_instructions(
 
 def _line(record: object, where: str) -> tuple[str, str]:
     """The first question of a conversation, and its line of JSON."""
-    if isinstance(record, dict) and "chosen" in record and "rejected" in record:
+    if is_preference(record):
         pair = read_preference(record, where)
-        shared, line = pair.chosen, {"chosen": pair.chosen.messages, "rejected": pair.rejected.messages}
+        shared = pair.chosen
+        line: dict[str, Any] = {"chosen": pair.chosen.messages, "rejected": pair.rejected.messages}
     else:
         shared = read_conversation(record, where)
         line = {"messages": shared.messages}
     line |= {"tools": shared.tools} if shared.tools else {}
+    line |= {"chat_template_kwargs": shared.variables} if shared.variables else {}
     return _asked(shared), json.dumps(line, ensure_ascii=False)
 
 

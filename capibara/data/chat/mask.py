@@ -73,7 +73,7 @@ class _Finder:
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, rendered: Rendered, where: str):
         self._template, self._where = template, where
-        self._messages, self._tools = conversation
+        self._conversation, self._messages = conversation, conversation.messages
         self._rendered, self._text = rendered, rendered.text
         words = map("Qz{0}qYw{0}".format, range(10**6, 10**7))
         self._probes = list(itertools.islice((word for word in words if word not in self._text), 2))
@@ -126,7 +126,7 @@ class _Finder:
         if k + 1 < len(messages):
             prompts.append((messages[: k + 1], False))
         result = self._template.render_each(
-            [(Conversation(m, self._tools), prompt) for m, prompt in prompts], self._where
+            [(self._conversation._replace(messages=[*m]), prompt) for m, prompt in prompts], self._where
         )
         self._ready = [(m, prompt, item) for (m, prompt), item in zip(prompts, result, strict=True)]
 
@@ -214,7 +214,7 @@ class _Finder:
                     raise result
                 return result
         return self._template.render(
-            Conversation(list(messages), self._tools),
+            self._conversation._replace(messages=list(messages)),
             self._where,
             add_generation_prompt=add_generation_prompt,
             guard=False,

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from capibara.config import configurable
-from capibara.core.fields import FilePath
+from capibara.core.fields import FilePath, did_you_mean
 from capibara.core.types import UserError
 from capibara.data.chat import template_process
 from capibara.data.chat.dropped import Dropped, DroppedParts
@@ -150,11 +150,12 @@ class ChatTemplate:
         Raises:
           TemplateFails: the template needs too much time or memory.
         """
-        name = self._name_for(conversations[0][0])
-        shared = {**self._files.token_names, **self.variables, "tools": conversations[0][0].tools, "documents": None}
+        name, variables = self._name_for(first := conversations[0][0]), first.variables or {}
+        _check_asked(variables, self._compiled(name)[2] - {*self._files.token_names}, where)
+        given = {"documents": None, **self.variables, **variables, "tools": first.tools}
         each = [{"messages": item.messages, "add_generation_prompt": prompt} for item, prompt in conversations]
         try:
-            texts = template_process.render(*self._compiled(name)[:2], shared, each)
+            texts = template_process.render(*self._compiled(name)[:2], self._files.token_names | given, each)
         except TemplateError as error:
             raise self._failure(error, name, where) from None
         marked = self.has_generation_blocks(name)
@@ -279,6 +280,17 @@ class ChatTemplate:
     @functools.cached_property
     def _checked(self) -> dict[str, tuple[Template, str, frozenset[str]]]:
         return {}
+
+
+def _check_asked(variables: Mapping[str, Any], asked: frozenset[str], where: str) -> None:
+    """Raises UserError for a variable of a record that the template does not ask for, or that the conversation has."""
+    asked -= {"messages", "tools", "add_generation_prompt"}
+    for name in variables:
+        if name not in asked:
+            raise UserError(
+                f"{where}: chat_template_kwargs has {name!r}, and the chat template asks for "
+                f"{', '.join(sorted(asked)) or 'no variable'}: leave it out{did_you_mean(name, asked)}"
+            )
 
 
 def _guarded(value: object, spelled: re.Pattern[str], deepest: int) -> Any:

@@ -32,12 +32,87 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
         ({"question": "q", "solution": "a"}, Format.QUESTION),
         ({"question": "q", "answer": "a", "id": 7}, Format.QUESTION),
         ({"prompt": "q", "chosen": "a", "rejected": "b"}, Format.CHOSEN),
+        ({"prompt": "q", "response": "a"}, Format.PROMPT_COMPLETION),
+        ({"instruction": "q", "context": "", "response": "a", "category": "open_qa"}, Format.ALPACA),
+        ({"problem": "q", "solution": "a", "level": "5"}, Format.QUESTION),
+        ({"query": "q", "response": "a"}, Format.QUESTION),
+        (
+            {"contents": [{"role": "user", "parts": [{"text": "q"}]}, {"role": "model", "parts": [{"text": "a"}]}]},
+            Format.CONTENTS,
+        ),
+        (
+            {
+                "input": {"messages": TALK[:1]},
+                "preferred_output": TALK[1:],
+                "non_preferred_output": [{"role": "assistant", "content": "b"}],
+            },
+            Format.CHOSEN,
+        ),
     ],
 )
 def test_formats(record, format):
     assert read_conversation(record, "a:1", Format(format)) == Conversation(TALK, None)
     if format != "chosen":
         assert read_conversation(record, "a:1") == Conversation(TALK, None)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        {"system": "Be brief."},
+        {"system_prompt": "Be brief."},
+        {"schemaVersion": "bedrock-conversation-2024", "system": [{"text": "Be brief."}]},
+        {"system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"systemInstruction": {"role": "system", "parts": [{"text": "Be brief."}]}},
+        {"system": None, "system_prompt": "Be brief."},
+    ],
+)
+def test_a_system_message_beside_the_messages(system):
+    """As Anthropic, Amazon Bedrock, Gemini and data sets on the Hub have it."""
+    messages = [{"role": "system", "content": "Be brief."}, *TALK]
+    assert read_conversation({"messages": TALK} | system, "a:1").messages == messages
+    assert read_conversation({"messages": messages} | system, "a:1").messages == messages
+    pair = {"question": "q", "chosen": "a", "rejected": "b"} | system
+    assert read_preference(pair, "a:1").chosen.messages == messages
+
+
+def test_a_system_message_that_is_no_text_is_refused():
+    with pytest.raises(UserError, match="a:1: system: only parts of type text"):
+        read_conversation({"messages": TALK, "system": [{"cachePoint": {"type": "default"}}]}, "a:1")
+    with pytest.raises(UserError, match="a:1: system: the content must be text, not 5"):
+        read_conversation({"messages": TALK, "system": 5}, "a:1")
+
+
+def test_variables_of_the_template_are_the_records():
+    record = {"messages": TALK, "chat_template_kwargs": {"enable_thinking": False, "documents": None}}
+    assert read_conversation(record, "a:1").variables == {"enable_thinking": False}
+    record["chat_template_kwargs"] = '{"enable_thinking": false}'
+    assert read_conversation(record, "a:1").variables == {"enable_thinking": False}
+    assert read_conversation({"messages": TALK, "chat_template_kwargs": {}}, "a:1").variables is None
+    with pytest.raises(UserError, match=r"a:1: chat_template_kwargs must be an object, not \[1\]"):
+        read_conversation({"messages": TALK, "chat_template_kwargs": [1]}, "a:1")
+
+
+def test_functions_are_tools():
+    assert read_conversation({"messages": TALK, "functions": [TOOL["function"]]}, "a:1").tools == [TOOL]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"contents": [{"role": "user", "parts": [{"fileData": {}}]}]}, "contents.0.: only parts of type text"),
+        ({"contents": "q"}, "contents must be a list of turns"),
+        ({"contents": [{"role": "user"}]}, "contents must be a list of turns"),
+    ],
+)
+def test_contents_that_are_no_text_are_refused(record, said):
+    with pytest.raises(UserError, match=said):
+        read_conversation(record, "a:1")
+
+
+def test_openais_pairs_need_their_input():
+    with pytest.raises(UserError, match="a:1: input must be an object with messages, not 'q'"):
+        read_preference({"input": "q", "preferred_output": TALK[1:], "non_preferred_output": TALK[1:]}, "a:1")
 
 
 def test_alpaca_with_everything():
@@ -154,7 +229,7 @@ def test_bad_records(record, message):
 
 def test_a_record_of_another_format_than_is_asked_for():
     with pytest.raises(
-        UserError, match=r"a:1 is no alpaca record: it needs instruction and output \(it has: messages\)"
+        UserError, match=r"a:1 is no alpaca record: it needs instruction and output/response \(it has: messages\)"
     ):
         read_conversation({"messages": TALK}, "a:1", Format.ALPACA)
 

@@ -132,6 +132,25 @@ def test_qwen3_writes_an_empty_thought_into_the_last_answer(tokenizer_folder):
     assert prompted.said == ["It is 4.<|im_end|>"]
 
 
+def test_a_record_gives_the_template_its_variables(tokenizer_folder):
+    """In the text, and where the assistant's part of it is found: with its own prompt, thoughts are the prompt's."""
+    template = ChatTemplate(tokenizer=tokenizer_folder("qwen3"), variables={"enable_thinking": True})
+    said = {}
+    for value in (None, {"enable_thinking": False}):
+        example = render_example(template, Conversation(plain()[:2], None, value), TrainOn.ASSISTANT, "a:1")
+        said[bool(value)] = "".join(example.text[first:last] for first, last in example.loss)
+    assert said == {False: "<think>\n\n</think>\n\nIt is 4.<|im_end|>", True: "It is 4.<|im_end|>"}
+    written = "{{ documents[0] }}{{ messages[0].content }}"
+    template = ChatTemplate(tokenizer=tokenizer_folder("qwen3"), template=written)
+    assert template.render(Conversation(plain()[:1], None, {"documents": ["d"]}), "a:1").text.startswith("d")
+    with pytest.raises(
+        UserError, match="a:1: chat_template_kwargs has 'document', and .* asks for documents: .* did you mean"
+    ):
+        template.render(Conversation(plain()[:1], None, {"document": "d"}), "a:1")
+    with pytest.raises(UserError, match="has 'messages', and the chat template asks for documents"):
+        template.render(Conversation(plain()[:1], None, {"messages": []}), "a:1")
+
+
 CALL = '{"name": "get_weather", "arguments": {"city": "Köln"}}'
 CALLED = {
     "llama3.1": [

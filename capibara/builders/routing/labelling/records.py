@@ -11,12 +11,11 @@ from typing import Any
 from capibara.builders.files import fingerprints
 from capibara.builders.routing.labelling.domains import Outcome
 from capibara.core.types import UserError
-from capibara.data.chat.formats import Format, read_conversation
+from capibara.data.chat.formats import CHAT_KEYS, Format, is_preference, read_conversation
 
 _LINE = re.compile(r"(.+):\d+")
 _FAILED_CHATS, _FIXED_CHATS = ("diagnose",), ("fix",)  # kinds of executions' conversations
 _MADE_OF = ("kind", "language", "quality", "source")  # members of executions' conversations
-_OTHER_CHATS = ("prompt", "instruction", "question", "chosen")  # one of them is in other forms of conversations
 _MOST_ATTEMPTS = 1_000_000
 
 
@@ -112,7 +111,7 @@ def read(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) ->
         return _chat(record, where, source_fields)
     if "text" in record:
         return _document(record, where, source_fields)
-    if any(name in record for name in _OTHER_CHATS):
+    if CHAT_KEYS & record.keys() or is_preference(record):
         return _chat(record, where, source_fields)
     names = ", ".join(sorted(record)[:6]) or "nothing"
     raise Malformed(
@@ -226,7 +225,7 @@ def _bullet(record: Mapping[str, Any]) -> Draft:
 
 def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -> Draft:
     try:
-        format = Format.CHOSEN if "chosen" in record and "rejected" in record else Format.AUTO
+        format = Format.CHOSEN if is_preference(record) else Format.AUTO
         messages = read_conversation(record, where, format).messages
     except UserError as error:
         raise Malformed(str(error).removeprefix(where).strip(": ")) from None
