@@ -2,11 +2,11 @@
 
     python benchmarks/memory_agent.py [--folder=runs/memory_agent] [--steps=8] [--json=OUT] [--picture=OUT]
 
-A decoder of 0.14 M parameters (a short convolution and a layer of attention without positions) learns from given memories to look
+A decoder of 0.4 M parameters (a short convolution and a layer of attention without positions) learns from given memories to look
 up a fact in a chunk of at most 512 tokens, to keep it, and to answer; then GRPO trains all conversations about documents of 4,096
 tokens on the reward of the answer alone. Tasks of `capibara prepare ruler` are asked: `needle`, a fact in prose; `needles`, one of eight
-facts in prose, and `facts`, a fact among facts, as question answering: the standard library's docstrings are too hard for a model
-of this size. Documents of the evaluation are not those of training. The same model without RL is the baseline; the model
+facts in prose, and `facts`, a fact among facts: questions about the standard library's docstrings are too hard for a model of
+this size. Documents of the evaluation are not those of training. The same model without RL is the baseline; the model
 without a memory reads whole documents in rows as long as they are. Live bytes on the device and the process's resident bytes are
 printed for each length. Exit code 1 where the accuracy of a task at the largest length is below 0.8 of that at 4,096 tokens, or
 live bytes grow.
@@ -81,20 +81,36 @@ def text_of(rng: np.random.Generator, dense: bool, tokens: int, facts: Sequence[
     return " " + " ".join(parts)
 
 
-def write_conversations(path: pathlib.Path, count: int, seed: int, short: bool) -> None:
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Conversations of a stage: shares of KINDS, tokens of texts, the share of texts of facts, and facts of a list."""
+
+    shares: tuple[float, ...]
+    sizes: tuple[int, ...]
+    dense: float = 0.5
+    listed: tuple[int, ...] = (6, 12)
+
+
+KINDS = ("list", "new", "nothing", "old", "answer", "whole")
+SHORT = Stage((0.5, 0.15, 0.08, 0.12, 0.07, 0.08), (8, 16, 24, 40), listed=(2, 4, 6))
+CHUNKS = Stage((0.3, 0.22, 0.12, 0.18, 0.08, 0.1), (24, 60, 200, 500, 500))
+KEEP = Stage(
+    (0.0, 0.25, 0.1, 0.5, 0.1, 0.05), (200, 500, 500, 500), dense=0.8
+)  # one memory in a thousand must not be lost
+
+
+def write_conversations(path: pathlib.Path, count: int, seed: int, stage: Stage) -> None:
     """Lines {"inputs", "targets"}: chunks with the memory that is right, answers, and lists of all facts of a text."""
-    rng, lines = np.random.default_rng(seed), []
-    kinds = ("list", "new", "nothing", "old", "answer", "whole")
-    shares, sizes = ([0.5, 0.15, 0.08, 0.12, 0.07, 0.08], (8, 16, 24, 40)) if short else (
-        [0.3, 0.22, 0.12, 0.18, 0.08, 0.1], (24, 60, 200, 500, 500))  # fmt: skip
+    rng, lines, short = np.random.default_rng(seed), [], stage is SHORT
     for _ in range(count):
-        dense, size, kind = bool(rng.random() < 0.5), int(rng.choice(sizes)), str(rng.choice(kinds, p=shares))
+        dense, size = bool(rng.random() < stage.dense), int(rng.choice(stage.sizes))
+        kind = str(rng.choice(KINDS, p=stage.shares))
         keys, values = rng.permutation(KEYS)[:12].tolist(), rng.choice(VALUES, 12).tolist()
         facts = [FACT.format(key=key, value=value) for key, value in zip(keys, values)]
         question, right, unknown = QUESTION.format(key=keys[0]), f" {keys[0]} {values[0]}", f" {keys[0]} none"
         before = unknown if rng.random() < 0.5 else EMPTY
         if kind == "list":
-            n = int(rng.choice([2, 4, 6] if short else [6, 12]))
+            n = int(rng.choice(stage.listed))
             text = text_of(rng, dense, 0 if short else int(rng.choice([50, 200, 450])), facts[:n], keys)
             inputs, targets = f"text\n{text}\nlist", "".join(f" {keys[i]} {values[i]}" for i in rng.permutation(n))
         elif kind == "answer":
@@ -120,7 +136,7 @@ def base_run(
         model_dir=str(folder / name),
         steps=steps,
         model=cb.DecoderConfig(
-            vocab_size=vocabulary.size, embed_dim=64, num_layers=2, num_heads=2, mlp_dim=128, mixer=cb.ShortConv(),
+            vocab_size=vocabulary.size, embed_dim=128, num_layers=2, num_heads=2, mlp_dim=256, mixer=cb.ShortConv(),
             layer_pattern=("recurrent", "unrotated"), qk_norm="head", attention_scale=1.0, dtype="float32",
         ),  # fmt: skip
         plan=cb.Plan(batch_size=rows),
@@ -160,7 +176,7 @@ def rewarded(base: cb.Trainer, folder: pathlib.Path, tokenizer: str, steps: int)
         dataset=dataclasses.replace(base.dataset, source=source, packing="none", length=ROW),
         loss=loss,
         optimizer=cb.Optimizer(
-            schedule=cb.Schedule(kind="constant", learning_rate=3e-4, warmup_steps=2, warmup_fraction=0.0),
+            schedule=cb.Schedule(kind="constant", learning_rate=1e-4, warmup_steps=2, warmup_fraction=0.0),
             weight_decay=0.0,
         ),
         evaluation=cb.Evaluation(every=0),
@@ -249,22 +265,27 @@ def draw(curves: dict[str, dict[int, dict[str, Any]]], path: pathlib.Path) -> No
     figure.savefig(path, dpi=110)
 
 
-def start(folder: pathlib.Path, tokenizer: str, first: int, second: int) -> cb.Trainer:
-    """Trains the model that all others begin from: on short texts, then on chunks."""
-    write_conversations(folder / "short.jsonl", 40_000, 0, True)
-    write_conversations(folder / "chunks.jsonl", 20_000, 1, False)
-    write_conversations(folder / "held_out.jsonl", 200, 2, False)
+def start(folder: pathlib.Path, tokenizer: str, first: int, second: int, third: int) -> cb.Trainer:
+    """Trains the model that all others begin from: on short texts, on chunks, and on keeping what it has found."""
+    write_conversations(folder / "short.jsonl", 40_000, 0, SHORT)
+    write_conversations(folder / "chunks.jsonl", 20_000, 1, CHUNKS)
+    write_conversations(folder / "held_out.jsonl", 200, 2, CHUNKS)
+    write_conversations(folder / "keep.jsonl", 20_000, 3, KEEP)
     trained(short := base_run(folder, tokenizer, "short", 32, 96, first))
-    chunks = base_run(folder, tokenizer, "chunks", 8, ROW, second, init_from=short.model_dir)
-    trained(chunks)
-    return chunks
+    trained(chunks := base_run(folder, tokenizer, "chunks", 8, ROW, second, init_from=short.model_dir))
+    trained(keep := base_run(folder, tokenizer, "keep", 8, ROW, third, init_from=chunks.model_dir))
+    return keep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/memory_agent"))
     parser.add_argument("--steps", type=int, default=8, help="of GRPO")
-    parser.add_argument("--warm_up", default="900,800", help="steps on given conversations: short texts, chunks")
+    parser.add_argument(
+        "--warm_up",
+        default="1200,3000,2000",
+        help="steps on given conversations: short texts, chunks, chunks that keep",
+    )
     parser.add_argument("--lengths", default="512,4096,16384,131072,524288")
     parser.add_argument("--examples", type=int, default=16, help="of a task; half as many from 131,072 tokens on")
     parser.add_argument("--json", type=pathlib.Path)
@@ -273,13 +294,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, lengths = args.folder.resolve(), [int(length) for length in args.lengths.split(",")]
     tokenizer = write_tokenizer(folder / "tokenizer")
     vocabulary, begin_s = cb.TokenizerJsonVocabulary(path=tokenizer), time.perf_counter()
-    first, second = map(int, args.warm_up.split(","))
+    stages = map(int, args.warm_up.split(","))
     for name, count, seed in (("documents", 200, 0), ("documents_held_out", 4, 1)):
         settings = Ruler(
             tasks=OF_TRAINING, lengths=(TRAINED - 64,), examples=count, fact=FACT, question=QUESTION, seed=seed
         )
         write(settings, vocabulary, str(folder / f"{name}.jsonl"))
-    base = start(folder, tokenizer, first, second)
+    base = start(folder, tokenizer, *stages)
     seconds = {"warm-up": time.perf_counter() - begin_s}
     seconds["GRPO"] = trained(run := rewarded(base, folder, tokenizer, args.steps))
     rewards = [row["reward"] for row in read_metrics(run.model_dir) if row["kind"] == "train" and "reward" in row]
