@@ -40,7 +40,7 @@ from capibara.models.architectures.registry import (
 from capibara.models.cache import paged, selection
 from capibara.models.cache.dense import Cache, put_rows
 from capibara.models.cache.paged import capacity
-from capibara.models.layers import stack
+from capibara.models.layers import stack, usage
 from capibara.models.layers.layers import sine_table
 from capibara.models.layers.rope import Rope
 from capibara.models.layers.stack import Stats
@@ -113,6 +113,7 @@ __all__ = [
     "sine_table",
     "trainable_tokens",
     "unmerged",
+    "usage",
     "without_streaming",
 ]
 

@@ -15,7 +15,7 @@ from capibara import sharding
 from capibara.core import projections
 from capibara.models.adapters.lora import Adapter
 from capibara.models.adapters.lora_experts import Factors, Weight, in_compute_dtype, placed
-from capibara.models.layers import layers
+from capibara.models.layers import layers, usage
 from capibara.models.parts import dispatch, router
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.router import (
@@ -140,9 +140,13 @@ class MoeMLP(nnx.Module):
             late = (positions_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
             stats["dropped"] = jnp.sum(late.astype(jnp.float32))
             choice = choice._replace(gates=jnp.where(late, 0.0, choice.gates))
-            y = self._experts(x_BTD, choice, positions_BTk)
         else:
-            y = self._experts(x_BTD, choice, None)
+            positions_BTk = None
+        y = self.weighted_sum(x_BTD, choice, positions_BTk)
+        if (domains := usage.domains()) is not None:
+            assert isinstance(choice, Choice), "it is checked before a model is measured"
+            ranks = _ranks(self, x_BTD, choice, positions_BTk)
+            stats |= usage.sums(ranks, moe.num_experts, real_BT, domains_BT, domains)
         if self.has_biases:
             gates_BTE = _dense_gates(choice, x_BTD.shape[1], moe.num_experts)
             y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)
@@ -169,7 +173,9 @@ class MoeMLP(nnx.Module):
             return y
         return y * jax.nn.sigmoid(layers.dense(x_BTD, self.shared_switch[...]))
 
-    def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None) -> jax.Array:
+    def weighted_sum(
+        self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None
+    ) -> jax.Array:
         """The experts' weighted outputs [B, T, D], on the active mesh where there is one."""
         names = [
             name for name in (*(item.name for item in projections.EXPERTS), *_HIDDEN_BIASES) if hasattr(self, name)
@@ -228,13 +234,30 @@ class MoeMLP(nnx.Module):
                 lambda a: a.reshape(-1, a.shape[-1]), (x_BTD, *of_routing, tokens_BT1)
             )
             if moe.weighted is Weighted.INPUTS:  # every choice is a token with one expert
-                (N, D), k = x_ND.shape, moe.top_k
+                (N, D), k = x_ND.shape, experts.shape[1]
                 x_ND = (x_ND[:, None] * gates[..., None].astype(x_ND.dtype)).reshape(N * k, D)
                 experts, gates = experts.reshape(N * k, 1), jnp.ones((N * k, 1), gates.dtype)
                 tokens_N1 = None if tokens_N1 is None else jnp.repeat(tokens_N1, k, axis=0)
             y_ND = dispatch.dropless(x_ND, experts, gates, weights, activation, axes, tokens_N1)
             y = jnp.sum(y_ND.reshape(*x_BTD.shape[:2], -1, x_BTD.shape[2]), axis=2)
         return sharding.psum(y, axes.partial) if axes.partial else y
+
+
+def _ranks(mlp: MoeMLP, x_BTD: jax.Array, choice: Choice, positions_BTk: jax.Array | None) -> list[usage.Rank]:
+    """What each token's experts give, one rank at a time."""
+    result, weighs = [], mlp.moe.weighted is Weighted.OUTPUTS
+    for rank in range(mlp.moe.top_k):
+        at = slice(rank, rank + 1)
+        gates_BT1 = choice.gates[..., at]
+        ones_BT1 = jnp.ones_like(gates_BT1)
+        single = Choice(choice.experts[..., at], ones_BT1 if weighs else gates_BT1)
+        y_BTD = mlp.weighted_sum(x_BTD, single, None if positions_BTk is None else positions_BTk[..., at])
+        if mlp.has_biases:
+            gates_BTE = _dense_gates(single, x_BTD.shape[1], mlp.moe.num_experts)
+            y_BTD = y_BTD + jnp.einsum("BTE,ED->BTD", gates_BTE, mlp.down_bias[...]).astype(y_BTD.dtype)
+        # Gates of inputs are in the outputs already.
+        result.append(usage.Rank(single.experts[..., 0], (gates_BT1 if weighs else ones_BT1)[..., 0], y_BTD))
+    return result
 
 
 def _placed(
