@@ -24,7 +24,9 @@ from capibara.api.training import read_run as read_run
 from capibara.api.training import train as train
 from capibara.api.verbs import convert as convert
 from capibara.api.verbs import evaluate as evaluate
+from capibara.api.verbs import expert_statistics as expert_statistics
 from capibara.api.verbs import merge as merge
+from capibara.api.verbs import rewire as rewire
 from capibara.builders.executions.chats import ExecutionChats as ExecutionChats
 from capibara.builders.executions.filters import ExecutionFilter as ExecutionFilter
 from capibara.builders.executions.fixes import FixPairs as FixPairs
@@ -129,6 +131,11 @@ from capibara.inference.thinking.best_of_n import BestOfN as BestOfN
 from capibara.inference.thinking.rounds import Rounds as Rounds
 from capibara.inference.thinking.self_consistency import SelfConsistency as SelfConsistency
 from capibara.inference.thinking.strategy import Thinking as Thinking
+from capibara.interop.experts.merging import MergeExperts as MergeExperts
+from capibara.interop.experts.pruning import PruneExperts as PruneExperts
+from capibara.interop.experts.splitting import DuplicateExperts as DuplicateExperts
+from capibara.interop.experts.splitting import SplitExperts as SplitExperts
+from capibara.interop.experts.upcycling import UpcycleExperts as UpcycleExperts
 from capibara.jobs.backends.gce import Gce as Gce
 from capibara.jobs.backends.gke import Gke as Gke
 from capibara.jobs.backends.slurm import Slurm as Slurm

@@ -25,6 +25,7 @@ VERBS = {
     "launch": "run a verb and restart it, or make a job of a Gin file",
     "convert": "take models in and out; list, verify and prune checkpoints",
     "merge": "merge fine-tuned models into one",
+    "experts": "measure the experts of a mixture; prune, merge, split or make them",
     "convert-config": "translate a Gin file of T5X",
     "doctor": "say what this machine has for each verb, and what it lacks",
     "prepare": "make data sets and vocabularies, and show where they come from",

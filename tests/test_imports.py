@@ -76,6 +76,7 @@ VERBS = {
     "convert_config",
     "coordinate",
     "merge",
+    "experts",
     "prepare",
     "dashboard",
     "track",

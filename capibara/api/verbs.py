@@ -11,6 +11,8 @@ from capibara.core.types import UserError
 
 if TYPE_CHECKING:
     from capibara.consensus.merging.method import Method
+    from capibara.interop.experts.operation import ExpertOperation
+    from capibara.interop.experts.statistics import Statistics
 
 
 def convert(
@@ -91,6 +93,77 @@ def merge(
         seed=seed,
     )
     merging.merge(merge, target, format, dtype, ModelReader(trust=trust))
+    return target
+
+
+def expert_statistics(
+    model: Loaded | str,
+    data: Sequence[str] = (),
+    *,
+    domains: Sequence[str] = (),
+    limit: int | None = None,
+    step: int | None = None,
+    weights: str | None = None,
+    trust: bool = False,
+) -> Statistics:
+    """How a model uses its experts, as `capibara experts stats` measures it; `write(path)` of the result is its file.
+
+    Args:
+      model: a path or name, as for `load`, or a loaded model, which is read again from its path.
+      data: JSON lines files with a `text` and optionally a `domain`; empty: the validation split of the run.
+      domains: the domains that count apart; empty: those of the run's data.
+      limit: the largest number of batches; None: all.
+      step, weights, trust: as for `load`.
+
+    Raises:
+      UserError: the model or the data cannot be read, or it has no experts that tokens choose.
+    """
+    from capibara.cli.composition import models
+    from capibara.evaluation.experts import use
+
+    for name, value in (("data", data), ("domains", domains)):
+        if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            raise UserError(f"{name} is {value!r}, must be a list of texts: try ['python']")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise UserError(f"limit is {limit!r}, must be a number of at least 1, or None")
+    with models.PARSING:
+        subject = models.open_subject(stored_path(model), step=step, weights=weights, trust=trust)
+        return use.measured(subject, data, domains, limit=limit)
+
+
+def rewire(
+    model: Loaded | str,
+    target: str,
+    operation: ExpertOperation,
+    *,
+    statistics: str | None = None,
+    format: str | None = None,
+    dtype: str | None = None,
+    trust: bool = False,
+) -> str:
+    """Writes a model with other experts, as `capibara experts` does; returns the path.
+
+    Args:
+      model: a path or name, as for `load`, or a loaded model, which is read again from its path.
+      target: a new folder or file.
+      operation: how, such as capibara.PruneExperts(experts=4).
+      statistics: the file of the model's statistics; None: the operation needs none.
+      format: hf, pytorch, gguf or capibara; None: hf, gguf for x.gguf.
+      dtype, trust: as for `convert`.
+
+    Raises:
+      UserError: model, statistics and operation do not fit.
+    """
+    from capibara.cli.composition.models import ModelReader
+    from capibara.interop.experts import rewiring
+    from capibara.interop.experts.operation import ExpertOperation
+
+    if not isinstance(target, str) or not target:
+        raise UserError(f"the target is {target!r}, must be a new path: try 'pruned'")
+    if not isinstance(operation, ExpertOperation):
+        raise UserError(f"operation is {operation!r}, must be one such as cb.PruneExperts(experts=4)")
+    statistics = None if statistics is None else path_of(statistics, "statistics")
+    rewiring.rewire(stored_path(model), target, operation, statistics, format, dtype, ModelReader(trust=trust))
     return target
 
 

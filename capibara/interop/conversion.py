@@ -516,7 +516,7 @@ def _in_4_bits(
     fixed = "q4_0" if form == "gguf" else "f16"
     if dtype not in (None, fixed):
         raise UserError(f"--dtype={dtype} with --quantize={how.method}, whose {form} has {fixed}: leave it out")
-    source = _as_ours(source)
+    source = as_ours(source)
     created = quantization.quantize(
         source.model, source.params, source.config, source.tokenizer, how,
         q4_0=form == "gguf", vocabulary=source.vocabulary, show=show,
@@ -545,7 +545,7 @@ def _part(source: ForeignModel | OurModel, part: submodel_options.SubmodelSizes 
     if part is None:
         return source
     skip_layers, mlp_dims = part
-    ours = _as_ours(source)
+    ours = as_ours(source)
     whole = ours.model.config
     if not isinstance(whole, api.Gemma3nConfig):
         raise UserError(f"--skip_layers and --mlp_dims are of gemma3n_text, not of {ours.config['model_type']}")
@@ -555,7 +555,7 @@ def _part(source: ForeignModel | OurModel, part: submodel_options.SubmodelSizes 
     return dataclasses.replace(ours, model=api.build(left), params=params, config=config)
 
 
-def _as_ours(source: ForeignModel | OurModel) -> OurModel:
+def as_ours(source: ForeignModel | OurModel) -> OurModel:
     """A model whose parameters are on this host, as they are stored."""
     if isinstance(source, OurModel):
         return source

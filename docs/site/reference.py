@@ -37,6 +37,7 @@ _ROOMS = {
     "evaluation": "tasks, metrics, judges",
     "strategies": "consensus, groups, GRPO",
     "consensus": "aggregation, merging, outer optimizers, privacy",
+    "interop": "experts rewired",
     "monitoring": "callbacks, trackers, dashboard, profiles",
     "jobs": "launch: systems for jobs, sweeps",
     "builders": "preparation of data sets",

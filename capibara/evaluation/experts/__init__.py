@@ -1,0 +1,1 @@
+"""How a model that is evaluated uses its experts."""
