@@ -116,6 +116,7 @@ from capibara.evaluation.metrics import exact_match as exact_match
 from capibara.evaluation.metrics import rouge as rouge
 from capibara.evaluation.metrics import token_f1 as token_f1
 from capibara.evaluation.programs import PassAtK as PassAtK
+from capibara.evaluation.remix.remixing import RemixExperts as RemixExperts
 from capibara.evaluation.seqio_tasks import SeqioEvaluation as SeqioEvaluation
 from capibara.evaluation.statistics.stopping import SequentialStopping as SequentialStopping
 from capibara.evaluation.tasks import EvalTask as EvalTask

@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
+
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.evaluation.metrics import Choice
 from capibara.evaluation.predictions import Predictions
-from capibara.evaluation.scoring import Pair
+from capibara.evaluation.remix.remixing import Pathway, RemixExperts, unmixed
+from capibara.evaluation.scoring import Pair, Score
 from capibara.evaluation.subject import Subject
-from capibara.evaluation.tasks import EvalTask, Item, PromptFormat
+from capibara.evaluation.tasks import EvalTask, Item, PromptFormat, read_items
 from capibara.inference.engine.requests.stream import Completion, Stream, of_search
 from capibara.inference.memory_agent import reading
 from capibara.inference.memory_agent.prompts import Prompts
@@ -210,11 +213,13 @@ def ranked(
     abouts = [
         {"task": name, "example": i, "prompt": item.prompt, "choices": list(item.choices), "target": item.target}
         | {"format": str(task.format), "before_choice": task.before_choice}
+        | ({} if task.remix is None else {"remix": dataclasses.asdict(task.remix)})
         for i, item in enumerate(items)
     ]
     lines = recorded.beginning(abouts)
     left = range(len(lines), len(items))
-    pairs = [pair for i in left for pair in _pairs(subject, task, items[i])]
+    pairs_of = {i: list(_pairs(subject, task, items[i])) for i in left}
+    pairs = [pair for i in left for pair in pairs_of[i]]
     owners = [(i, choice) for i in left for choice in items[i].choices]
     for (i, choice), pair in zip(owners, pairs):
         if not 0 < len(pair.continuation) <= subject.trainer.dataset.length:
@@ -222,12 +227,60 @@ def ranked(
                 f"{name}, example {i}: the choice {choice[:40]!r} has {len(pair.continuation)} tokens, must have from 1 to "
                 f"Dataset.length ({subject.trainer.dataset.length}): raise that, or remove the example"
             )
-    scores = iter(subject.scorer(pairs, lambda count: show(name, f"{count} of {len(pairs)} choices")))
+    done = lambda count: show(name, f"{count} of {len(pairs)} choices")  # noqa: E731
+    if task.remix is None:
+        scores = iter(subject.scorer(pairs, done))
+    else:
+        scores = _remixed(subject, name, task, task.remix, list(pairs_of.values()), done)
     lengths = iter([len(pair.continuation) for pair in pairs])
     for i in left:
         result = [[next(scores).log_probability, next(lengths), len(entry.encode())] for entry in items[i].choices]
         lines.append(recorded.add(abouts[i], {"log_probability_tokens_bytes": result}))
     return [[Choice(*entry) for entry in line["log_probability_tokens_bytes"]] for line in lines]
+
+
+def _remixed(
+    subject: Subject,
+    name: str,
+    task: EvalTask,
+    remix: RemixExperts,
+    pairs: Sequence[Sequence[Pair]],
+    done: Callable[[int], None],
+) -> Iterator[Score]:
+    """The scores of all pairs, those of each item's choices, with re-mixed experts.
+
+    Raises:
+      UserError: the model cannot be re-mixed, or answers no reference rightly.
+    """
+    config, sizes = subject.model.config, subject.mesh.shape
+    remix.check(config, context=sizes["context"], stage=sizes["stage"])
+    if (count := jax.process_count()) > 1:
+        raise UserError(f"{name}/EvalTask.remix is for one process, and there are {count}: start one alone")
+    of_references = dataclasses.replace(task, files=remix.references, remix=None)
+    references = read_items(f"{name}/RemixExperts.references", of_references)
+    plain = unmixed(config)
+    asked = [[pair._replace(routing=plain) for pair in _pairs(subject, task, item)] for item in references]
+    scores = iter(subject.scorer([pair for of_item in asked for pair in of_item], done))
+    pathways: list[Pathway] = []
+    for item in references:
+        of_choices = [next(scores) for _ in item.choices]
+        best = max(range(len(of_choices)), key=[score.log_probability for score in of_choices].__getitem__)
+        pathways += [_pathway(of_choices[0])] * (best == item.target)
+    if not pathways:
+        raise UserError(
+            f"the model answers none of the {len(references)} lines of RemixExperts.references rightly: name others, or leave "
+            "EvalTask.remix out"
+        )
+    prompts = subject.scorer([of_item[0]._replace(routing=plain) for of_item in pairs], done)
+    routings = [remix.routing(pathways, _pathway(prompt), config) for prompt in prompts]
+    return iter(subject.scorer(
+        [pair._replace(routing=routing) for of_item, routing in zip(pairs, routings, strict=True) for pair in of_item], done
+    ))  # fmt: skip
+
+
+def _pathway(score: Score) -> Pathway:
+    assert score.pathway is not None, "its pair has a routing"
+    return score.pathway
 
 
 def _pairs(subject: Subject, task: EvalTask, item: Item) -> Iterator[Pair]:

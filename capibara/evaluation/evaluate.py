@@ -121,6 +121,8 @@ def _of_ours(subject: Subject, ours: Ours, recorded: Predictions, show: Show) ->
             how |= {"memory": dataclasses.asdict(task.memory)}
     else:
         results = answers.ranked(subject, name, task, items, recorded, show)
+        if task.remix is not None:
+            how |= {"remix": dataclasses.asdict(task.remix)}
     show(name, "metrics")
     result, about = hosts.of_first(lambda: _measured(ours, results))
     return _result({metric: Estimate(*item) for metric, item in result.items()}, **how, **about)

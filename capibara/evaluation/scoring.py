@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
+from capibara.evaluation.remix.remixing import Pathway, Routing
 from capibara.inference.engine.programs.programs import Same
-from capibara.models.api import Model
+from capibara.models.api import Model, Stats
 from capibara.sharding import Plan
 
 _POSITIONS = 4096  # of a batch, approximately
@@ -26,21 +28,24 @@ _SMALLEST = 32
 _BLOCK_LOGITS = 2**24  # float32 logits computed at a time
 _BATCHES = 8  # batches that each of several processes scores between two exchanges
 _Numbers = tuple[list[int], int]  # the indices of a batch's pairs, and the length of its rows
+_Scored = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
 InTurns = Callable[[Sequence[_Numbers], Callable[..., Iterator[Any]], int], Iterator[Any]]
 
 
 class Pair(NamedTuple):
-    """Token ids of a context, with the beginning token, and of its continuation."""
+    """Token ids of a context, with the beginning token, and of its continuation; and the routing of all pairs or of none."""
 
     context: Sequence[int]
     continuation: Sequence[int]
+    routing: Routing | None = None
 
 
 class Score(NamedTuple):
-    """ln p(continuation | context), and whether greedy decoding would produce the continuation."""
+    """ln p(continuation | context), whether greedy decoding would produce it, and the pathway of a pair with a routing."""
 
     log_probability: float
     greedy: bool
+    pathway: Pathway | None = None
 
 
 class Scorer:
@@ -96,13 +101,12 @@ class Scorer:
         count, batches = 0, list(self._batches(pairs))
         scored = self._in_turns(batches, functools.partial(self._scored, pairs), _BATCHES)
         for (numbers, _), result in zip(batches, scored, strict=True):
-            for i, (log_probability, greedy) in zip(numbers, result, strict=True):
-                scores[i] = Score(log_probability, greedy)
+            scores |= {i: Score(*entry) for i, entry in zip(numbers, result, strict=True)}  # tuples, of other processes
             count += len(numbers)
             done(count)
         return [scores[i] for i in range(len(pairs))]
 
-    def _scored(self, pairs: Sequence[Pair], batches: Sequence[_Numbers]) -> Iterator[list[tuple[float, bool]]]:
+    def _scored(self, pairs: Sequence[Pair], batches: Sequence[_Numbers]) -> Iterator[list[Score]]:
         """The scores of each batch's pairs."""
         for numbers, length in batches:
             batch = self._batch([pairs[i] for i in numbers], length)
@@ -110,8 +114,9 @@ class Scorer:
                 batch = {
                     k: jax.make_array_from_callback(v.shape, self._placed, v.__getitem__) for k, v in batch.items()
                 }
-            sums, hits = jax.device_get(self._program(self._params, batch))
-            yield list(zip(sums.tolist(), hits.tolist()))[: len(numbers)]
+            sums, hits, paths = jax.device_get(self._program(self._params, batch))
+            pathways = map(Pathway, *paths) if paths else itertools.repeat(None)
+            yield list(map(Score, sums.tolist(), hits.tolist(), pathways))[: len(numbers)]
 
     def check(self, pair: Pair) -> None:
         """Raises UserError if `__call__` would."""
@@ -154,7 +159,12 @@ class Scorer:
         if self._encoder_length is not None:
             for name in ("encoder_tokens", "encoder_segment_ids", "encoder_positions"):
                 batch[name] = np.zeros((rows, self._encoder_length), np.int32)
-        for row, (context, continuation) in enumerate(pairs):
+        if pairs[0].routing is not None:
+            L, E = pairs[0].routing.scores.shape
+            batch["pathway_at"] = np.zeros((rows, length), np.int32)
+            batch["pathway_scores"] = np.zeros((rows, L, E), np.float32)
+            batch["pathway_weights"] = np.zeros((rows, L), np.float32)
+        for row, (context, continuation, routing) in enumerate(pairs):
             if self._encoder_length is not None:
                 ids = context[: self._encoder_length]
                 _fill(batch, row, ids, "encoder_tokens", "encoder_segment_ids", "encoder_positions")
@@ -165,6 +175,9 @@ class Scorer:
             end = len(whole) - 1
             batch["targets"][row, :end] = whole[1:]
             batch["weights"][row, end - len(continuation) : end] = 1
+            if routing is not None:
+                batch["pathway_at"][row, end - len(continuation)] = 1
+                batch["pathway_scores"][row], batch["pathway_weights"][row] = routing
             if self._marks:
                 batch["prefix"][row, : end - len(continuation) + 1] = 1
         return batch
@@ -178,16 +191,14 @@ def _fill(
     batch[positions][row, : len(ids)] = np.arange(len(ids))
 
 
-def make_scores(
-    model: Model, plan: Plan | None, mesh: Mesh | None
-) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+def make_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], _Scored]:
     """A jitted function (params, batch) -> `_score`, replicated on all devices; `mesh`: None: a single device."""
     return _scores(Same(model), plan, mesh)
 
 
 @functools.lru_cache(maxsize=8)  # a run evaluates many times
-def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
-    def scores(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], _Scored]:
+    def scores(params: Params, batch: Batch) -> _Scored:
         if mesh is None:
             return _score(same.model, params, sharding.balanced(batch))
         assert plan is not None
@@ -197,9 +208,9 @@ def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Param
     return jax.jit(scores, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
-def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The sum of the log-probabilities of each row's weighted targets [B], and whether all of them have rank 1 [B]."""
-    hidden_BTD, _ = model.hidden(params, batch)
+def _score(model: Model, params: Params, batch: Batch) -> _Scored:
+    """The sum of the log-probabilities of each row's weighted targets [B], whether all of them have rank 1 [B], `_pathways`."""
+    hidden_BTD, stats = model.hidden(params, batch)
     B, T, D = hidden_BTD.shape
     fewest = -(-B * T * model.config.vocab_size // _BLOCK_LOGITS)
     blocks = next(n for n in range(min(fewest, T), T + 1) if T % n == 0)
@@ -216,4 +227,16 @@ def _score(model: Model, params: Params, batch: Batch) -> tuple[jax.Array, jax.A
     result, hits = jax.lax.map(of_block, (apart(hidden_BTD), apart(jnp.asarray(batch["targets"]))))
     result, hits = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in (result, hits))
     weights = jnp.asarray(batch["weights"])
-    return jnp.sum(jnp.where(weights > 0, result, 0.0), axis=1), jnp.all(hits | (weights == 0), axis=1)
+    sums = jnp.sum(jnp.where(weights > 0, result, 0.0), axis=1)
+    return sums, jnp.all(hits | (weights == 0), axis=1), _pathways(hidden_BTD, stats, batch)
+
+
+def _pathways(hidden_BTD: jax.Array, stats: Stats, batch: Batch) -> tuple[jax.Array, ...]:
+    """The fields of Pathway [B, ...] of rows that have a routing; empty: they have none."""
+    if "pathway_at" not in batch:
+        return ()
+    at_BT = jnp.asarray(batch["pathway_at"])
+    context_BT1 = (jnp.cumsum(at_BT[:, ::-1], axis=1)[:, ::-1] > 0)[..., None]
+    sum_BD = jnp.sum(jnp.where(context_BT1, hidden_BTD.astype(jnp.float32), 0.0), axis=1)
+    size_B1 = jnp.linalg.norm(sum_BD, axis=-1, keepdims=True)
+    return jnp.swapaxes(stats["pathway"], 0, 1), sum_BD / jnp.maximum(size_B1, 1e-9)

@@ -14,6 +14,7 @@ from capibara.core.fields import FilePath, did_you_mean
 from capibara.core.types import UserError
 from capibara.data.text import disk
 from capibara.evaluation.metrics import choice_accuracy, name_of
+from capibara.evaluation.remix.remixing import RemixExperts
 from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.memory_agent.reading import check_sampling
 from capibara.inference.sampling.sampling import Sampling
@@ -52,6 +53,7 @@ class EvalTask:
       sampling: sampling options of the answers.
       thinking: how several texts become one answer: SelfConsistency, BestOfN or Rounds; None: one text is the answer.
       retrieval: the index whose chunks stand where `prompt` has {context}; None: lines have all that a prompt needs.
+      remix: how a prompt's experts are re-mixed when its choices are ranked; None: they are not.
       memory: reads the line's document chunk by chunk, with `prompt` as the question; None: lines have no documents.
     """
 
@@ -67,6 +69,7 @@ class EvalTask:
     thinking: Strategy | None = None
     retrieval: Retrieval | None = None
     memory: MemoryAgent | None = None
+    remix: RemixExperts | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -84,6 +87,15 @@ class EvalTask:
             raise UserError(
                 f"EvalTask.num_samples is {self.num_samples} and Sampling.beams is set: all answers would be the same, set "
                 "num_samples = 1"
+            )
+        if self.remix is not None and (shared := {*self.files} & {*self.remix.references}):
+            raise UserError(
+                f"RemixExperts.references has {min(shared)}, which is in EvalTask.files: the answers of a task must not be known, name "
+                "others"
+            )
+        if self.remix is not None and self.choices is None:
+            raise UserError(
+                "EvalTask.remix is for choices, and EvalTask.choices is None: set it to their key, or leave remix out"
             )
         self._check_memory()
         if self.thinking is not None:

@@ -49,13 +49,13 @@ def test_ids_without_a_row_are_refused(subject):
 def test_scores_are_sums_of_log_softmax(subject):
     run, params = jax.jit(subject.model.logits), jax.device_put(subject.params, jax.devices()[0])
     likeliest = []
-    for context, _ in pairs(3):  # and continuations that are greedy
+    for context, *_ in pairs(3):  # and continuations that are greedy
         row = [*context]
         for _ in range(5):
             row.append(int(logits(run, params, row)[-1].argmax()))
         likeliest.append(Pair(context, row[len(context) :]))
     asked = [*pairs(), *likeliest]
-    want = [direct(run, params, *pair) for pair in asked]
+    want = [direct(run, params, *pair[:2]) for pair in asked]
     told = []
     spread = subject.scorer(asked, told.append)
     alone = Scorer(subject.model, params, 64)(asked)

@@ -496,8 +496,10 @@ class DecoderBase(Transforming, nnx.Module):
         if config.in_blocks:
             assert config.window is not None, "the configuration checks it"
             blocks = layers.blocks(segments, batch["positions"], config.window)
-        scale = self._query_scale(batch["positions"])
-        return Rows(segments, angles, batch.get("domains"), prefix=prefix, query_scale=scale, blocks=blocks)
+        return Rows(
+            segments, angles, batch.get("domains"), prefix=prefix, query_scale=self._query_scale(batch["positions"]),
+            blocks=blocks, pathways=transformer.pathways(batch),
+        )  # fmt: skip
 
     def _query_scale(self, positions_BT: jax.Array) -> dict[LayerKind, jax.Array] | None:
         """The factors [B, T] of the queries in each kind of layer whose queries grow."""
@@ -567,6 +569,7 @@ class Decoder(DecoderBase):
                 all_trained=config.lora is None,
                 numbered=drop is not None
                 or config.streaming is not None
+                or rows.pathways is not None
                 or (config.mixer is not None and config.mixer.numbered),
                 span=(start, stop) if config.module_layers else None,
                 some=config.module_layers,

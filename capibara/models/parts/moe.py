@@ -29,6 +29,7 @@ from capibara.models.parts.router import (
     Moe,
     MoeBias,
     OutputNorm,
+    Remix,
     Routing,
     Score,
     SharedGate,
@@ -105,6 +106,7 @@ class MoeMLP(nnx.Module):
         domains_BT: jax.Array | None = None,
         step: jax.Array | None = None,
         row_positions_T: jax.Array | None = None,
+        remix: Remix | None = None,
     ) -> tuple[jax.Array, Stats]:
         """Applies the layer.
 
@@ -115,6 +117,7 @@ class MoeMLP(nnx.Module):
           step: the train step, which sets the weight of the hints; None: evaluation, without hints.
           row_positions_T: column of each token in the row before sharding.balanced; None: in order. Capacity is
             assigned in this order.
+          remix: scores that are mixed into those of some tokens.
 
         Returns:
           [B, T, D], and the statistics of `router.choose`, with `domain_load` where there are domains.
@@ -132,7 +135,7 @@ class MoeMLP(nnx.Module):
         real_BT = segment_ids_BT > 0
         hint = router.hint_of(moe, domains_BT, step)
         correction = self.correction[...] if moe.correction is Correction.EXPERT else None
-        choice, stats = router.choose(logits, real_BT, moe, hint, correction)
+        choice, stats = router.choose(logits, real_BT, moe, hint, correction, remix)
         if moe.hints is not None and domains_BT is not None:
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
         if isinstance(choice, Choice) and moe.has_capacity:
@@ -144,9 +147,9 @@ class MoeMLP(nnx.Module):
             positions_BTk = None
         y = self.weighted_sum(x_BTD, choice, positions_BTk)
         if (domains := usage.domains()) is not None:
-            assert isinstance(choice, Choice), "it is checked before a model is measured"
-            ranks = _ranks(self, x_BTD, choice, positions_BTk)
-            stats |= usage.sums(ranks, moe.num_experts, real_BT, domains_BT, domains)
+            stats |= usage.sums(
+                _ranks(self, x_BTD, choice, positions_BTk), moe.num_experts, real_BT, domains_BT, domains
+            )
         if self.has_biases:
             gates_BTE = _dense_gates(choice, x_BTD.shape[1], moe.num_experts)
             y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)
@@ -243,8 +246,11 @@ class MoeMLP(nnx.Module):
         return sharding.psum(y, axes.partial) if axes.partial else y
 
 
-def _ranks(mlp: MoeMLP, x_BTD: jax.Array, choice: Choice, positions_BTk: jax.Array | None) -> list[usage.Rank]:
+def _ranks(
+    mlp: MoeMLP, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None
+) -> list[usage.Rank]:
     """What each token's experts give, one rank at a time."""
+    assert isinstance(choice, Choice), "it is checked before a model is measured"
     result, weighs = [], mlp.moe.weighted is Weighted.OUTPUTS
     for rank in range(mlp.moe.top_k):
         at = slice(rank, rank + 1)

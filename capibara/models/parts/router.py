@@ -346,6 +346,20 @@ class Hint(NamedTuple):
     weight: jax.Array
 
 
+class Remix(NamedTuple):
+    """Scores that are mixed into those of one token of each row: pathways of other prompts (C3PO, Li et al. 2025).
+
+    Attributes:
+      at: [B, T] bool, true at that token.
+      scores: [B, E] float32.
+      weight: [B] float32, from 0 (the token's own scores) to 1 (these alone).
+    """
+
+    at: jax.Array
+    scores: jax.Array
+    weight: jax.Array
+
+
 class Choice(NamedTuple):
     """The experts that tokens chose.
 
@@ -387,6 +401,7 @@ def choose(
     moe: Moe,
     hint: Hint | None = None,
     correction_E: jax.Array | None = None,
+    remix: Remix | None = None,
 ) -> tuple[Choice | ExpertChoice, Stats]:
     """Routes the tokens.
 
@@ -396,6 +411,7 @@ def choose(
       moe: the configuration.
       hint: the tokens' domain hints.
       correction_E: bias of each expert's score in the choice.
+      remix: scores that are mixed in.
 
     Returns:
       The choice, and float32 sums over real tokens, which can be added over rows:
@@ -408,7 +424,8 @@ def choose(
         load: [E] tokens routed to each expert; fewer than top_k per token where a hint of weight 1 leaves fewer.
         dropped: choices beyond an expert's capacity (added by the caller); with expert choice, tokens that no expert
           chose.
-      With a hint also: hint (its cross entropy times its weight) and hint_weight.
+      With a hint also: hint (its cross entropy times its weight) and hint_weight. With a remix also: pathway, [B, E] the
+      scores of its tokens before it.
     """
     if moe.score is Score.SOFTMAX:
         log_scores = log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
@@ -424,6 +441,9 @@ def choose(
     if hint is not None:
         log_scores, of_hint = _hinted(log_scores, log_p, real, hint)
         stats.update(of_hint)
+    if remix is not None:
+        stats["pathway"] = jnp.einsum("BT,BTE->BE", remix.at.astype(jnp.float32), jnp.exp(log_scores))
+        log_scores = _remixed(log_scores, remix)
     choice: Choice | ExpertChoice
     if moe.routing is Routing.EXPERT_CHOICE:
         choice, of_choice = _expert_choice(log_scores, real_BT, moe)
@@ -449,6 +469,14 @@ def _hinted(log_scores_BTE: jax.Array, log_p_BTE: jax.Array, real_BT: jax.Array,
         "hint": -hint.weight * jnp.sum(log_share_BT1[..., 0] * hint.known * real_BT),
         "hint_weight": hint.weight * jnp.sum(real_BT),
     }
+
+
+def _remixed(log_scores_BTE: jax.Array, remix: Remix) -> jax.Array:
+    """The log scores with those of other prompts mixed in."""
+    weight_B11 = remix.weight[:, None, None]
+    mixed_BTE = (1.0 - weight_B11) * jnp.exp(log_scores_BTE) + weight_B11 * remix.scores[:, None]
+    changed_BT1 = (remix.at & (remix.weight[:, None] > 0))[..., None]
+    return jnp.where(changed_BT1, jnp.log(jnp.maximum(mixed_BTE, 1e-30)), log_scores_BTE)
 
 
 def domain_load(logits_BTE: jax.Array, real_BT: jax.Array, domains_BT: jax.Array, hints: Hints) -> jax.Array:

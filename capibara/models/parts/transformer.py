@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from capibara.core import projections
-from capibara.core.types import UserError
+from capibara.core.types import Batch, UserError
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.gradients import gradients_together
 from capibara.models.cache import dense
@@ -26,10 +26,29 @@ from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent import Latent
 from capibara.models.parts.moe import MoeMLP
 from capibara.models.parts.multipliers import scaled
+from capibara.models.parts.router import Remix
 from capibara.sharding import constrain
 
 Branch = Callable[[jax.Array], jax.Array]
 """A branch of a block: its normalised input [B, T, D] -> what is added to the residual stream."""
+
+
+class Pathways(NamedTuple):
+    """Scores of experts that are mixed into those of one token of each row, in every layer (router.Remix).
+
+    Attributes:
+      at: [B, T] bool.
+      scores: [B, L, E] float32, L layers of the model; those without experts are not read.
+      weights: [B, L] float32.
+    """
+
+    at: jax.Array
+    scores: jax.Array
+    weights: jax.Array
+
+    def in_layer(self, number: jax.Array | int) -> Remix:
+        """What is mixed in in the layer with this number."""
+        return Remix(self.at, self.scores[:, number], self.weights[:, number])
 
 
 class Rows(NamedTuple):
@@ -42,6 +61,7 @@ class Rows(NamedTuple):
       encoded, encoded_segments: [B, S, D] output of an encoder and [B, S] its document numbers.
       prefix: [B, T], 1 at a document's inputs, which attend to each other in both directions.
       query_scale: by kind of layer: [B, T], factors of the queries; None, or a kind without them: 1.
+      pathways: what is mixed into the router's scores; None: nothing.
       blocks: [B, T], numbers of the blocks that tokens of local layers attend in, 0 for padding; None: they have none.
     """
 
@@ -53,6 +73,7 @@ class Rows(NamedTuple):
     prefix: jax.Array | None = None
     query_scale: dict[LayerKind, jax.Array] | None = None
     blocks: jax.Array | None = None
+    pathways: Pathways | None = None
 
     def scale_of(self, kind: LayerKind) -> jax.Array | None:
         """The factors of the queries in a layer of this kind."""
@@ -89,6 +110,13 @@ class Shared(NamedTuple):
     def share_of(self, kind: LayerKind) -> jax.Array | None:
         """How much each key/value head of the layer, which is of this kind, retrieves; None: it only retrieves."""
         return None if self.shares_LK is None or kind is LayerKind.LOCAL else self.shares_LK[self.number]
+
+
+def pathways(batch: Batch) -> Pathways | None:
+    """The batch's entries pathway_at, pathway_scores and pathway_weights; None: it has none."""
+    if "pathway_at" not in batch:
+        return None
+    return Pathways(batch["pathway_at"] > 0, batch["pathway_scores"], batch["pathway_weights"])
 
 
 class MLP(nnx.Module):
@@ -316,7 +344,8 @@ class Block(nnx.Module):
         def part(x: jax.Array) -> jax.Array:
             if not isinstance(mlp, MoeMLP):
                 return dropout.apply(shared.drop, scaled(mlp(x, shared.drop), factor), Site.MLP)
-            y, of_experts = mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions)
+            remix = None if rows.pathways is None else rows.pathways.in_layer(shared.number)
+            y, of_experts = mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions, remix)
             stats.update(of_experts)
             return dropout.apply(shared.drop, scaled(y, factor), Site.MLP)
 

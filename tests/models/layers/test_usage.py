@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from capibara import sharding
 from capibara.models import api
 from capibara.models.api import DecoderConfig, Moe
 from capibara.models.layers import usage
+from capibara.models.parts.moe import MoeMLP
 from capibara.sharding import Plan
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "interop" / "experts"))
+import layer  # noqa: E402
 
 CONFIG = DecoderConfig(vocab_size=64, embed_dim=16, num_layers=2, num_heads=2, mlp_dim=24, dtype="float32")
 MIXTURES = {
@@ -58,64 +66,40 @@ def measured(model, params, batch, domains=2):
     return {name.removeprefix(usage.PREFIX): value for name, value in stats.items() if name.startswith(usage.PREFIX)}
 
 
-def inputs_of_experts(model, params, batch, monkeypatch):
-    """The input of each layer's experts, and the tokens' choices, as the model computes them."""
-    from capibara.models.parts import moe
-
-    seen, original = [], moe.router.choose
-
-    def choose(logits, *arguments):
-        choice, stats = original(logits, *arguments)
-        seen.append(choice)
-        return choice, stats
-
-    inputs, call = [], moe.MoeMLP.__call__
-    monkeypatch.setattr(moe.router, "choose", choose)
-    monkeypatch.setattr(moe.MoeMLP, "__call__", lambda self, x, *rest: (inputs.append(x), call(self, x, *rest))[1])
-    with jax.disable_jit():
-        model.hidden(params, batch)
-    monkeypatch.undo()
-    return [np.asarray(x) for x in inputs], seen
-
-
-def expert(layer, number, x, config):
-    """An expert's output for a token, in numpy."""
-    up, gate = x @ layer["up"][number], x @ layer["gate"][number]
-    if "up_bias" in layer:
-        up, gate = up + layer["up_bias"][number], gate + layer["gate_bias"][number]
-    y = (gate / (1 + np.exp(-gate)) * up) @ layer["down"][number]
-    return y + layer["down_bias"][number] if "down_bias" in layer else y
-
-
 @pytest.mark.parametrize("moe", MIXTURES.values(), ids=[*MIXTURES])
-def test_sums_are_those_of_a_loop_over_tokens(moe, monkeypatch):
-    model, params = of_moe(moe, layer_loop="unroll")
-    batch = rows()
-    found = measured(model, params, batch)
-    inputs, choices = inputs_of_experts(model, params, batch, monkeypatch)
-    assert len(inputs) == 2
-    for number in range(2):
-        layer = {name: np.asarray(value[number]) for name, value in params["layers"]["mlp"].items() if name != "shared"}
-        want = {name: np.zeros((3, moe.num_experts)) for name in ("routed", "gates", "norms", "activations")}
-        outputs, pairs = np.zeros((moe.num_experts, 16)), np.zeros((moe.num_experts, moe.num_experts))
-        for b, t in zip(*np.nonzero(batch["segment_ids"])):
-            domain = batch["domains"][b, t] if batch["domains"][b, t] <= 2 else 0
-            own, gates = np.asarray(choices[number].experts)[b, t], np.asarray(choices[number].gates)[b, t]
-            for e, gate in zip(own, gates):
-                x, factor = (
-                    (inputs[number][b, t] * gate, 1) if moe.weighted == "inputs" else (inputs[number][b, t], gate)
-                )
-                y = expert(layer, e, x, model.config)
-                for name, value in (("routed", 1), ("gates", factor), ("norms", np.linalg.norm(y))):
-                    want[name][domain, e] += value
-                want["activations"][domain, e] += factor * np.linalg.norm(y)
-                outputs[e] += y
-            pairs[np.ix_(own, own)] += 1
-        for name, value in want.items():
-            np.testing.assert_allclose(found[name][number], value, rtol=2e-5, atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(found["pairs"][number], pairs)
-        np.testing.assert_allclose(found["outputs"][number], outputs @ usage._sketch(16), rtol=2e-4, atol=1e-5)
-        np.testing.assert_allclose(found["tokens"][number].sum(), batch["segment_ids"].sum())
+def test_sums_are_those_of_a_loop_over_tokens(moe):
+    config = dataclasses.replace(CONFIG, embed_dim=layer.D, mlp_dim=layer.F, num_heads=1)
+    graphdef, state = nnx.split(MoeMLP(config, dataclasses.replace(moe, shared_experts=0), nnx.Rngs(0)))
+    weights, batch = layer.weights(moe), rows()
+    nnx.replace_by_pure_dict(state, weights | {"router": weights["router"].T})
+    x = np.random.default_rng(2).standard_normal((4, 12, layer.D)).astype(np.float32)
+
+    @jax.jit
+    def run(state, x):
+        with usage.measured(2):
+            return nnx.merge(graphdef, state)(x, batch["segment_ids"], jnp.asarray(batch["domains"]))[1]
+
+    found = {name.removeprefix(usage.PREFIX): value for name, value in run(state, x).items()}
+    want = {name: np.zeros((3, moe.num_experts)) for name in ("routed", "gates", "norms", "activations")}
+    outputs, pairs = np.zeros((moe.num_experts, layer.D)), np.zeros((moe.num_experts, moe.num_experts))
+    for b, t in zip(*np.nonzero(batch["segment_ids"])):
+        domain, token = batch["domains"][b, t] * (batch["domains"][b, t] <= 2), x[b, t : t + 1]
+        experts, gates = (value[0] for value in layer.chosen(weights, moe, token))
+        for e, gate in zip(experts, gates):
+            own = {name: value[e] for name, value in weights.items()}
+            x_1D, factor = (token * gate, 1.0) if moe.weighted == "inputs" else (token, gate)
+            y = layer.mlp(own, x_1D)[0]
+            for name, value in (("routed", 1), ("gates", factor), ("norms", np.linalg.norm(y))):
+                want[name][domain, e] += value
+            want["activations"][domain, e] += factor * np.linalg.norm(y)
+            outputs[e] += y
+        pairs[np.ix_(experts, experts)] += 1
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    np.testing.assert_array_equal(found["pairs"], pairs)
+    np.testing.assert_allclose(found["outputs"], outputs @ usage._sketch(layer.D), rtol=1e-3, atol=1e-3)
+    counts = [((batch["domains"] == d) & (batch["segment_ids"] > 0)).sum() for d in (1, 2)]
+    assert found["tokens"].tolist() == [batch["segment_ids"].sum() - sum(counts), *counts]
 
 
 def test_a_model_that_is_not_measured_has_no_such_sums():

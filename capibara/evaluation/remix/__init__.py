@@ -1,0 +1,1 @@
+"""Re-mixes a model's experts at test time."""
