@@ -138,18 +138,16 @@ class MoeMLP(nnx.Module):
         choice, stats = router.choose(logits, real_BT, moe, hint, correction, remix)
         if moe.hints is not None and domains_BT is not None:
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
+        positions_BTk = None
         if isinstance(choice, Choice) and moe.has_capacity:
             positions_BTk = router.positions_in_experts(choice.experts, moe.num_experts, row_positions_T)
             late = (positions_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
             stats["dropped"] = jnp.sum(late.astype(jnp.float32))
             choice = choice._replace(gates=jnp.where(late, 0.0, choice.gates))
-        else:
-            positions_BTk = None
         y = self.weighted_sum(x_BTD, choice, positions_BTk)
         if (domains := usage.domains()) is not None:
-            stats |= usage.sums(
-                _ranks(self, x_BTD, choice, positions_BTk), moe.num_experts, real_BT, domains_BT, domains
-            )
+            ranks = _ranks(self, x_BTD, choice, positions_BTk)
+            stats |= usage.sums(ranks, moe.num_experts, real_BT, domains_BT, domains)
         if self.has_biases:
             gates_BTE = _dense_gates(choice, x_BTD.shape[1], moe.num_experts)
             y = y + jnp.einsum("BTE,ED->BTD", gates_BTE, self.down_bias[...]).astype(y.dtype)

@@ -137,6 +137,16 @@ def test_a_pruned_folder_has_the_tensors_of_the_experts_that_stay(folder, use, t
     assert len(found) == len(whole) - 2 * 3
 
 
+def test_the_tokens_of_one_domain_can_count_alone(folder, use, tmp_path):
+    found = statistics.read(str(use))
+    changed = dataclasses.replace(found.domains["sql"], routed=np.array([[1.0, 2, 3, 4], [4, 3, 2, 1]]))
+    dataclasses.replace(found, domains={**found.domains, "sql": changed}).write(str(tmp_path / "use.json"))
+    argv = ["--experts=2", "--by=use", "--domain=sql", f"--statistics={tmp_path}/use.json", f"--to={tmp_path}/out"]
+    assert run("prune", folder / "mixtral", *argv) == 0
+    report = json.loads((tmp_path / "out" / "experts.json").read_text())
+    assert report["made_of"] == {"0": [[2], [3]], "1": [[0], [1]]}
+
+
 def test_python_and_the_command_write_the_same(folder, use, tmp_path):
     assert (
         run("merge", folder / "mixtral", f"--statistics={use}", "--experts=2", "--domain=sql", f"--to={tmp_path}/a")
