@@ -17,6 +17,7 @@ from capibara.checkpoints import saving
 from capibara.consensus.privacy import Privacy
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
+from capibara.interop.experts import measuring
 from capibara.objectives import reference
 from capibara.objectives.base import of_cross_entropy
 from capibara.objectives.batches import LoaderBatches, make_totals
@@ -87,6 +88,10 @@ def rollout_parameters(case):
 
 def scores(case):
     return scoring.make_scores(case.model, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+
+
+def use_of_experts(case):
+    return measuring.make_sums(case.model, case.plan, case.mesh, 2).lower(case.state.abstract.params, case.batch())
 
 
 def replica_check(case):
@@ -180,6 +185,7 @@ PROGRAMS = {
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "parameter for other chips": Program(RESHARDED, array_for_other_chips, ("decoder", "experts")),
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
+    "use of experts": Program("interop/experts/measuring.py make_sums", use_of_experts, ("experts", "gpt-oss")),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
     "fingerprint of weights": Program("objectives/reference.py weighed", fingerprint, ("experts", "decoder QLoRA")),
@@ -193,7 +199,7 @@ PROGRAMS = {
 WITHIN = {
     "training/privacy/gradient.py make_private_gradient": ("train step, privacy", "decoder"),
     "models/layers/embedding.py lookup": ("train step", "experts"),
-    "models/parts/moe.py MoeMLP._experts": ("train step", "experts"),
+    "models/parts/moe.py MoeMLP.weighted_sum": ("train step", "experts"),
     "kernels/attention/splash.py _on_mesh": ("train step", "experts"),
     "kernels/cross_entropy/layout.py on_shards": ("train step", "experts"),
     "sharding/replicas.py _checksums": ("replica check", "decoder QLoRA"),
@@ -214,6 +220,7 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("parameters for rollouts", "decoder QLoRA", "v5e-4"),
     ("parameter for other chips", "decoder", "v5e-4"),
     ("scores", "encoder-decoder", "v5e-4"),
+    ("use of experts", "experts", "v5e-4"),
     ("replica check", "decoder QLoRA", "v5e-4"),
     ("all finite", "decoder QLoRA", "v5e-4"),
     ("fingerprint of weights", "decoder QLoRA", "v5e-4"),

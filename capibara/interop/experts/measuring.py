@@ -29,6 +29,17 @@ def check(config: TransformerConfig, model: str) -> None:
         )
 
 
+def make_sums(model: Model, plan: Plan, mesh: Mesh, domains: int) -> Callable[[Params, Batch], Stats]:
+    """A jitted function: (parameters, batch) -> what models.layers.usage sums, of each layer with experts."""
+
+    def sums(params: Params, batch: Batch) -> Stats:
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)), usage.measured(domains):
+            _, stats = model.hidden(params, sharding.balanced(batch))
+        return {name: value for name, value in stats.items() if name.startswith(usage.PREFIX)}
+
+    return jax.jit(sums)
+
+
 def measure(
     model: Model,
     params: Params,
@@ -55,13 +66,7 @@ def measure(
       UserError: the model has no such experts, or there is no text.
     """
     check(model.config, path)
-
-    @jax.jit
-    def step(params: Params, batch: Batch) -> Stats:
-        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)), usage.measured(len(domains)):
-            _, stats = model.hidden(params, sharding.balanced(batch))
-        return {name: value for name, value in stats.items() if name.startswith(usage.PREFIX)}
-
+    step = make_sums(model, plan, mesh, len(domains))
     placed, total = sharding.batch_sharding(mesh, plan.rules), dict[str, np.ndarray]()
     for number, batch in enumerate(batches, 1):
         show(number)
