@@ -24,7 +24,7 @@ from capibara.interop import gin_of, hub, open_model, submodel_options
 from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
-from capibara.interop.hf import model_card, tables
+from capibara.interop.hf import model_card, tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.open_model import ForeignModel, LoadedModel
 from capibara.interop.peft import sums as peft_sums
@@ -148,8 +148,6 @@ def of_run(
                 "(docs/serving.md)"
             )
         model = api.without_streaming(model)
-    if model is not whole:
-        params = {name: params[name] for name in model.abstract_params}
     vocabulary, length, about = dataset.get_vocabulary(), dataset.length, dict(origin or {})
     began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
     ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
@@ -161,6 +159,11 @@ def of_run(
     like = dict(began) if adds_start else began | ids
     if not began or "max_position_embeddings" in began:
         like |= {"max_position_embeddings": model.config.max_length or began.get("max_position_embeddings") or length}
+    if model.config.mtp_windows and not _has_form(model.config, like):
+        _log_without_mtp("no Hugging Face architecture has this model with them")
+        model = api.without_mtp(model)
+    if model is not whole:
+        params = {name: params[name] for name in model.abstract_params}
     config = hf_config.to_hf(model.config, like)
     tokenizer = _tokenizer(vocabulary, length, config["model_type"])
     if trained and began:
@@ -169,6 +172,33 @@ def of_run(
         str(began.get("dtype") or began.get("torch_dtype")), "bf16"
     )
     return OurModel(model, params, config, tokenizer, about, vocabulary, stored)
+
+
+def _has_form(config: api.TransformerConfig, like: Mapping[str, Any]) -> bool:
+    """Whether transformers has an architecture that computes this."""
+    try:
+        return bool(hf_config.to_hf(config, like))
+    except UserError:
+        return False
+
+
+def _log_without_mtp(why: str) -> None:
+    logging.getLogger(__name__).warning("the modules for multi-token prediction are left out: %s", why)
+
+
+def _without_mtp(source: ForeignModel | OurModel, why: str) -> ForeignModel | OurModel:
+    """A model without modules that predict further tokens, with a line if it had some."""
+    model = source.model if isinstance(source, OurModel) else api.build(hf_config.from_hf(source.config))
+    if not model.config.mtp_windows:
+        return source
+    _log_without_mtp(why)
+    config = wrappers.with_mtp(source.config, 0)
+    if not isinstance(source, OurModel):
+        source.config = config
+        return source
+    model = api.without_mtp(model)
+    params = {name: source.params[name] for name in model.abstract_params}
+    return dataclasses.replace(source, model=model, params=params, config=config)
 
 
 def convert(
@@ -438,6 +468,10 @@ def write(
     show: Show = _silent,
 ) -> str:
     """`convert` for a model that was read, to a new target."""
+    if form == "gguf" or how is not None:
+        source = _without_mtp(
+            source, "GGUF files have none here" if how is None else f"--quantize={how.method} has none"
+        )
     if how is not None and "score.weight" in source.shapes():
         raise UserError(f"--quantize={how.method} is for language models, and this is a reward model: leave it out")
     if how is not None and how.method in BY_TENSOR:

@@ -23,10 +23,10 @@ from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.interop import hub
 from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import tables, wrappers
+from capibara.interop.hf import mtp, tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize.formats import finite
-from capibara.models.api import Adapter, Head, Model, with_head, with_value_head, without_streaming
+from capibara.models.api import Adapter, Head, Model, with_head, with_value_head, without_mtp, without_streaming
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies
 
@@ -254,6 +254,7 @@ def loader(path: str, model: Model) -> Loader:
     if model.config.value_head:
         model = with_value_head(model, False)  # values begin anew
     model = without_streaming(model)  # gates begin at 1
+    foreign, model = _with_same_mtp(foreign, model, path)
     if model.config.head is Head.SCORE and hf_config.from_hf(foreign.config).head is not Head.SCORE:
         model, ignored = with_head(model, Head.TIED), {"head"}  # the scores begin anew
     guessed: Container[str] = getattr(foreign, "guessed", frozenset())
@@ -269,6 +270,19 @@ def loader(path: str, model: Model) -> Loader:
         )
     _matched(foreign, _shapes(model), model)
     return Loader(foreign, model)
+
+
+def _with_same_mtp(foreign: ForeignModel, model: Model, path: str) -> tuple[ForeignModel, Model]:
+    """Both without modules that predict further tokens where one has none, with a line: the run's begin anew."""
+    theirs = hf_config.from_hf(foreign.config).mtp_windows
+    log, name = logging.getLogger(__name__), type(model.config).__name__
+    if model.config.mtp_windows and not theirs:
+        log.warning("%s has no modules for multi-token prediction: those of %s.mtp begin anew", path, name)
+        return foreign, without_mtp(model)
+    if theirs and not model.config.mtp_windows:
+        log.warning("%s has %d modules for multi-token prediction, %s.mtp is None: left out", path, len(theirs), name)
+        foreign.config = wrappers.with_mtp(foreign.config, 0)
+    return foreign, model
 
 
 def _plain(value: object) -> str:
@@ -295,8 +309,11 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     rows, stored = _matched(foreign, shapes, model)
     foreign = _padded(foreign, model, rows, shapes, stored)
     _check_memory(shapes, targets, np.dtype(dtype or np.float32))
+    mtp.check_copies(foreign, stored)
     params: dict[str, jax.Array] = {}
     for row in rows:
+        if row.ours[0] in params:
+            continue  # a copy
         params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(dtype or np.float32))
     return tree.map_with_names(lambda path, _: params[path], model.abstract_params)
 
@@ -387,8 +404,7 @@ class NamedTensors:
 
     def _source(self, row: Tensor) -> Tensor:
         """The row of the stored tensors that holds the same parameters."""
-        (source,) = (other for other in self._rows if set(other.ours) & set(row.ours))
-        return source
+        return next(other for other in self._rows if set(other.ours) & set(row.ours))
 
 
 def stored_dtype(foreign: ForeignModel) -> str:
@@ -472,8 +488,12 @@ def _matched(
         other = stored.setdefault(ours, name)
         if other != name and not np.array_equal(foreign.read(other), foreign.read(name)):
             raise UserError(f"{other} and {name} differ, and both are {ours} of the model: remove one of them")
-    fused = tables.is_fused(stored)
-    rows = tables.of(model_type, shapes, model.config.module_layers, fused_experts=fused)
+    stored |= {
+        name: stored[of] for name, of in mtp.copies(foreign.config).items() if name not in stored and of in stored
+    }
+    of_mtp = tables.of_mtp(model_type, model.config.num_layers, stored)
+    fused, fused_mtp = tables.is_fused(stored.keys() - of_mtp), tables.is_fused(of_mtp)
+    rows = tables.of(model_type, shapes, model.config.module_layers, fused_experts=fused, fused_mtp=fused_mtp)
     if foreign.config["model_type"] == "qwen3_vl_moe":
         rows = tables.turned(rows, shapes, {name: tuple(result[at]) for name, at in stored.items()})
     _check_missing(rows, shapes, stored)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,14 @@ from capibara.models.architectures.registry import (
     Encodes,
     Generates,
     ModelModule,
+    PredictsAhead,
     RunsByLayer,
     configurations,
     model_of,
     module_of,
 )
 from capibara.models.cache import paged, selection
-from capibara.models.cache.dense import Cache, put_rows
+from capibara.models.cache.dense import Cache, PrefillInputs, put_rows
 from capibara.models.cache.paged import capacity
 from capibara.models.layers import stack, usage
 from capibara.models.layers.layers import sine_table
@@ -52,6 +53,9 @@ from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.mixers.rg_lru import RgLru
 from capibara.models.mixers.short_conv import ShortConv
+from capibara.models.mtp import module as mtp
+from capibara.models.mtp.config import PREFIX as MTP
+from capibara.models.mtp.config import Mtp, MtpMlp
 from capibara.models.parts import moe
 from capibara.models.parts.config import GATES, ComputeDtype, Head, TransformerConfig, longest_encoded, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
@@ -64,6 +68,7 @@ from capibara.sharding import Remat, RematPolicy
 
 __all__ = [
     "Adapter",
+    "Ahead",
     "BatchAdapters",
     "Cache",
     "ComputeDtype",
@@ -90,7 +95,11 @@ __all__ = [
     "Mixer",
     "Model",
     "Moe",
+    "MTP",
+    "Mtp",
+    "MtpMlp",
     "Multipliers",
+    "PrefillInputs",
     "Quantization",
     "RgLru",
     "Rope",
@@ -107,6 +116,7 @@ __all__ = [
     "model_of",
     "module_of",
     "longest_encoded",
+    "mtp",
     "paged",
     "put_rows",
     "selection",
@@ -114,6 +124,7 @@ __all__ = [
     "trainable_tokens",
     "unmerged",
     "usage",
+    "without_mtp",
     "without_streaming",
 ]
 
@@ -121,8 +132,26 @@ Read = Callable[[Params, Batch, Cache, bool], tuple[jax.Array, Cache]]
 EmptyCache = Callable[[int, int, jax.typing.DTypeLike, int | None, int], Cache]
 Begin = Callable[[Params, Batch], jax.Array]
 RunLayer = Callable[[Params, jax.Array, Batch, int], tuple[jax.Array, dict[str, jax.Array]]]
+PredictAhead = Callable[
+    [Params, jax.Array, Sequence[jax.Array], Batch, RematPolicy, jax.Array | None], tuple[list[jax.Array], list[Stats]]
+]
+Draft = Callable[[Params, jax.Array, jax.Array, PrefillInputs, Cache], tuple[jax.Array, Cache]]
 
 _PREDICTS = "only a model that predicts the next token has a cache"
+
+
+class Ahead(NamedTuple):
+    """What the modules of a decoder with `mtp` do.
+
+    Attributes:
+      states: (parameters, final hidden states, the tokens that each module reads, batch, remat, step) -> what the head
+        reads of each module, [B, T, D], and the statistics of their layers.
+      draft: (parameters, hidden states, the tokens after them, how many count and where they are, cache) -> what the head
+        reads of the first module, and the cache.
+    """
+
+    states: PredictAhead
+    draft: Draft
 
 
 class Hidden(Protocol):
@@ -155,6 +184,7 @@ class Model:
       begin: decoders only: (parameters, batch) -> the input of the first layer, [B, T, D].
       layer: decoders without adapters only: (parameters of one layer, its input, batch, its index in layer_pattern) ->
         its output, and the inputs of its projections by weight name.
+      ahead: decoders with `mtp` only: what their modules do.
     """
 
     config: TransformerConfig
@@ -169,6 +199,7 @@ class Model:
     empty_cache: EmptyCache | None = None
     begin: Begin | None = None
     layer: RunLayer | None = None
+    ahead: Ahead | None = None
 
     @property
     def plain(self) -> Model:
@@ -261,11 +292,11 @@ class Model:
         """Like `prefill`, for rows whose first tokens are in the cache already."""
         return self._last(params, batch, cache, is_prefill=False)
 
-    def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Like `resume`, but returns the logits [B, T, V] after every token."""
+    def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+        """Like `resume`, but returns the logits [B, T, V] after every token, and its final hidden states [B, T, D]."""
         assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, False)
-        return self.logits_of(params, hidden), cache
+        return self.logits_of(params, hidden), hidden, cache
 
     def decode(
         self, params: Params, tokens: jax.Array, cache: Cache, adapters: BatchAdapters | None = None
@@ -302,9 +333,7 @@ class Model:
 
     def layer_loss(self, stats: Stats) -> jax.Array | float:
         """What the layers' statistics add to the loss sum: the router losses of a mixture of experts."""
-        if self.config.moe is None:
-            return 0.0
-        return moe.router_loss(stats, self.config.moe)
+        return 0.0 if self.config.moe is None else moe.router_loss(stats, self.config.moe)
 
     def layer_metrics(self, stats: Stats) -> dict[str, jax.Array]:
         """Scalar metrics from the layers' statistics: how evenly experts are used."""
@@ -345,6 +374,13 @@ def without_streaming(model: Model) -> Model:
     return build(dataclasses.replace(model.config, streaming=None))
 
 
+def without_mtp(model: Model) -> Model:
+    """The model without the modules that predict further tokens; all other parameters are the same."""
+    if not isinstance(model.config, DecoderConfig) or model.config.mtp is None:
+        return model
+    return build(dataclasses.replace(model.config, mtp=None))
+
+
 def with_head(model: Model, head: Head) -> Model:
     """The model with another head, without adapters; all other parameters are the same."""
     return build(dataclasses.replace(model.config, lora=None, head=head))
@@ -356,11 +392,7 @@ def build(config: TransformerConfig) -> Model:
     make = module_of(config)
     own = user_modules.own_class(make)
     of_plain = nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
-    graphdef, template = (
-        of_plain
-        if config.lora is None
-        else nnx.split(nnx.eval_shape(lambda: _adapted(make(config, nnx.Rngs(0)), config, jax.random.key(0))))
-    )
+    graphdef, template = of_plain if config.lora is None else _adapted_template(make, config)
 
     def bind(params: Params) -> ModelModule:
         return _bound(graphdef, template, params)
@@ -371,6 +403,7 @@ def build(config: TransformerConfig) -> Model:
 
     def adapt(params: Params, key: jax.Array) -> Params:
         begun_anew = {"score": config.head is Head.SCORE, GATES: config.has_gates, "critic": config.value_head}
+        begun_anew |= {MTP: bool(config.mtp_windows)}
         for name, is_there in begun_anew.items():
             if is_there and name not in params:
                 params = {**params, name: init(key)[name]}
@@ -409,6 +442,7 @@ def build(config: TransformerConfig) -> Model:
         empty_cache=empty_cache,
         begin=begin,
         layer=layer,
+        ahead=_ahead(bind) if config.mtp_windows else None,
     )
 
 
@@ -468,6 +502,34 @@ def _generating(bind: Callable[[Params], ModelModule], layers: tree.LayersOf) ->
     return read, empty_cache
 
 
+def _ahead(bind: Callable[[Params], ModelModule]) -> Ahead:
+    """`ahead` of a Model."""
+
+    def predicts(params: Params) -> PredictsAhead:
+        module = bind({name: value for name, value in params.items() if name != "layers"})
+        assert isinstance(module, PredictsAhead)
+        return module
+
+    def states(
+        params: Params,
+        hidden: jax.Array,
+        tokens: Sequence[jax.Array],
+        batch: Batch,
+        remat: RematPolicy,
+        step: jax.Array | None,
+    ) -> tuple[list[jax.Array], list[Stats]]:
+        return predicts(params).predict_ahead(hidden, tokens, batch, remat, step)
+
+    def draft(
+        params: Params, hidden: jax.Array, tokens: jax.Array, now: PrefillInputs, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        module = predicts(params)
+        x, layer = module.draft(hidden, tokens, now, cache)
+        return x, cache | {"layers": (*cache["layers"][:-1], layer)}
+
+    return Ahead(states, draft)
+
+
 def _layerwise(bind: Callable[[Params], ModelModule]) -> tuple[Begin, RunLayer]:
     """`begin` and `layer` of a Model."""
 
@@ -496,6 +558,13 @@ def _adapted(module: ModelModule, config: TransformerConfig, key: jax.Array) -> 
         assert isinstance(module, nnx.Module)
         lora.attach(module, config.lora, nnx.Rngs(key), config.module_layers)
     return module
+
+
+def _adapted_template(
+    make: Callable[..., ModelModule], config: TransformerConfig
+) -> tuple[nnx.GraphDef[ModelModule], nnx.State]:
+    """The structure of a model with adapters, and its abstract parameters."""
+    return nnx.split(nnx.eval_shape(lambda: _adapted(make(config, nnx.Rngs(0)), config, jax.random.key(0))))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,8 @@ def flops_per_token(
     head = {"tied": "embedding", "separate": "output", "score": "score"}[config.head]
     width = config.embedding_width if isinstance(config, EncoderConfig) else config.embed_dim
     outputs = 1 if config.head == "score" else config.vocab_size
-    weights = outputs * width * _share(config, head)  # tied or not; the lookup is no matmul
+    heads = 1 + len(config.mtp_windows)  # modules that predict further tokens read it, too
+    weights = heads * outputs * width * _share(config, head)  # tied or not; the lookup is no matmul
     of_encoder, repeats = 0.0, config.depth // config.num_layers
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
@@ -107,4 +108,5 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
             return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * encoder_keys
     usual = config.head_size + config.value_size
     of_layers = zip(config.windows, config.attended_sizes, strict=True)
-    return sum(causal(window) * size / usual for window, size in of_layers), 0
+    ahead = sum(map(causal, config.mtp_windows))
+    return ahead + sum(causal(window) * size / usual for window, size in of_layers), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from capibara.core.types import Batch, Params, PyTree, UserError
 from capibara.kernels.cross_entropy.dispatch import cross_entropy, token_log_probabilities
 from capibara.kernels.cross_entropy.terms import LossSums
 from capibara.models.api import Model, Stats
+from capibara.objectives import mtp
 from capibara.sharding import RematPolicy
 
 Metrics = dict[str, jax.Array]
@@ -127,7 +129,7 @@ def of_cross_entropy(
         tokens = jnp.sum(batch["weights"]) if by_documents else None
         if by_documents:
             batch = dict(batch) | {"weights": of_documents(batch["weights"], batch["segment_ids"])}
-        batch = sharding.balanced(batch)
+        batch = sharding.balanced(mtp.with_next_tokens(batch, model))
         hidden, stats = model.hidden(params, batch, remat, step)
         with jax.named_scope("loss"):
             loss, sums = cross_entropy(
@@ -140,29 +142,36 @@ def of_cross_entropy(
                 soft_cap=model.config.logit_soft_cap,
                 trains_head=model.trains_head,
             )
-        return loss + model.layer_loss(stats), sums._replace(tokens=tokens), stats
+        ahead, sums_ahead = mtp.loss(model, params, hidden, batch, remat, step)
+        sums = sums._replace(tokens=tokens, ahead=sums_ahead)
+        return loss + ahead + model.layer_loss(stats), sums, stats
 
     def metrics(sums: LossSums, weight: jax.Array) -> Metrics:
         smoothed = {} if sums.smoothing is None else {"smoothed_loss": (sums.nll + sums.smoothing) / weight}
-        return smoothed | {
-            "loss": sums.nll / weight,
-            "z_loss": z_loss * sums.z / weight,
-            "token_accuracy": sums.correct / weight,
-            "tokens": sums.weight if sums.tokens is None else sums.tokens,
-        }
+        return (
+            smoothed
+            | mtp.metrics(sums)
+            | {
+                "loss": sums.nll / weight,
+                "z_loss": z_loss * sums.z / weight,
+                "token_accuracy": sums.correct / weight,
+                "tokens": sums.weight if sums.tokens is None else sums.tokens,
+            }
+        )
 
-    def divisor(weight: jax.Array, batch: Batch) -> jax.Array | float:
-        match normalization:
-            case Normalization.TOKENS | Normalization.DOCUMENTS:
-                return weight
-            case Normalization.POSITIONS:
-                return float(math.prod(batch["targets"].shape))
-            case Normalization.SUM:
-                return 1.0
-            case _:
-                return normalization
+    return Objective(sums, metrics, functools.partial(_divisor, normalization))
 
-    return Objective(sums, metrics, divisor)
+
+def _divisor(normalization: Normalization | float, weight: jax.Array, batch: Batch) -> jax.Array | float:
+    match normalization:
+        case Normalization.TOKENS | Normalization.DOCUMENTS:
+            return weight
+        case Normalization.POSITIONS:
+            return float(math.prod(batch["targets"].shape))
+        case Normalization.SUM:
+            return 1.0
+        case _:
+            return normalization
 
 
 def of_documents(weights_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:

@@ -24,6 +24,7 @@ class CrossEntropy(Loss):
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     loss_normalization: Normalization | float = Normalization.TOKENS
+    predicts_ahead = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.z_loss < math.inf:

@@ -55,12 +55,14 @@ class Loss(abc.ABC):
       data_format: the format of the sources that it supports.
       means: metrics of a step that a log averages over its steps.
       reads_values: whether it reads the values of a model's value head.
+      predicts_ahead: whether it has a term for modules that predict further tokens.
       rollout_devices: how many devices of a run draw answers and do not train.
     """
 
     data_format: DataFormat = DataFormat.TEXTS
     means: tuple[str, ...] = ()
     reads_values: bool = False
+    predicts_ahead: bool = False
     rollout_devices: int = 0
 
     @property
@@ -118,6 +120,11 @@ class Loss(abc.ABC):
             name, loss = type(model).__name__, type(self).__name__
             raise UserError(
                 f"{name}.value_head is True, which only @Ppo() reads, and Trainer.loss is {loss}: set {name}.value_head = False"
+            )
+        if model.trains_mtp and not self.predicts_ahead:
+            raise UserError(
+                f"{type(model).__name__}.mtp has Mtp.loss_weight above 0, and Trainer.loss (@{type(self).__name__}()) has no "
+                "multi-token prediction: set Mtp.loss_weight = 0, which freezes its modules"
             )
         if model.head is Head.SCORE:
             name, loss = type(model).__name__, type(self).__name__

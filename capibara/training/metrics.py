@@ -12,7 +12,7 @@ import jax
 
 from capibara.kernels.cross_entropy.terms import LossSums
 
-_MEANS = ("loss", "smoothed_loss", "z_loss", "token_accuracy")
+_MEANS = ("loss", "smoothed_loss", "z_loss", "token_accuracy", "mtp_loss", "mtp_acceptance")
 _COUNTS = {"skipped", "loss_spikes"}  # 0 or 1 for a step; a log has their sums
 
 

@@ -9,14 +9,14 @@ import jax
 from capibara import sharding
 from capibara.core.types import Params, UserError
 from capibara.inference.engine.beam_requests import BeamSearcher
-from capibara.inference.engine.cache.batching import PART_TOKENS, PREFILL_TOKENS, EngineConfig
+from capibara.inference.engine.cache.batching import PART_TOKENS, PREFILL_TOKENS, Drafts, EngineConfig
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.placement.parameters import ServedParams, donated
 from capibara.inference.engine.programs import programs
 from capibara.inference.engine.programs.compiler import Compiler
-from capibara.inference.engine.programs.speculative import Drafter
+from capibara.inference.engine.programs.speculative import Drafter, Placeholders
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained
 from capibara.inference.engine.requests.request import Request
@@ -27,7 +27,7 @@ from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
 from capibara.inference.engine.scheduler import Scheduler
-from capibara.models.api import Adapter, Model
+from capibara.models.api import MTP, Adapter, Model, without_mtp
 from capibara.sharding import Rules
 
 
@@ -70,12 +70,8 @@ class EngineCore:
         donate: bool,
         adapters: Sequence[Adapter],
     ):
-        self._length, self._draft_tokens = length, config.draft_tokens
-        if config.draft_tokens and model.config.mixer is not None:
-            raise UserError(
-                f"EngineConfig.draft_tokens is {config.draft_tokens}, and the model has recurrent layers, whose states cannot "
-                "forget wrong guesses: set EngineConfig.draft_tokens to 0"
-            )
+        self._length, self._draft_tokens, self._drafts = length, config.draft_tokens, config.drafts
+        model, params = _drafting(model, params, config)
         sizes, mesh = footprint.sizes_of(model, config, length, encoder_length), programs.mesh_of(params)
         compiled = programs.build(model, usable, sizes, mesh, rules)
         self.adapters = Adapters(model.plain, adapters, params, mesh, rules)
@@ -212,12 +208,33 @@ class EngineCore:
         if request.requested < request.sampling.min_new_tokens:  # until then no end token may be chosen
             most = min(most, request.sampling.min_new_tokens - request.requested - 1)
         if request.drafter is None:
-            request.drafter = Drafter(request.tokens)
+            request.drafter = Drafter(request.tokens) if self._drafts is Drafts.LOOKUP else Placeholders()
         tokens = request.drafter.guess(most) if most > 0 else []
         pages, slot = self.pages, request.slot
         if pages and slot is not None and tokens and not pages.grow(slot, request.row_length + len(tokens)):
             return tokens[: pages.room(slot) - request.row_length]  # nothing is preempted for guesses
         return tokens
+
+
+def _drafting(model: Model, params: Params, config: EngineConfig) -> tuple[Model, Params]:
+    """The model and its parameters with the modules that its drafts need, and no others.
+
+    Raises:
+      UserError: it cannot have these drafts.
+    """
+    if config.draft_tokens and model.config.mixer is not None:
+        raise UserError(
+            f"EngineConfig.draft_tokens is {config.draft_tokens}, and the model has recurrent layers, whose states cannot "
+            "forget wrong guesses: set EngineConfig.draft_tokens to 0"
+        )
+    if config.drafts is Drafts.LOOKUP:
+        return without_mtp(model), {name: item for name, item in params.items() if name != MTP}
+    if not model.config.mtp_windows:
+        raise UserError(
+            "EngineConfig.drafts is 'mtp', and the model has no modules for multi-token prediction (DecoderConfig.mtp): set "
+            "EngineConfig.drafts = 'lookup'"
+        )
+    return model, params
 
 
 def reads_in_slot(model: Model) -> bool:
@@ -226,7 +243,7 @@ def reads_in_slot(model: Model) -> bool:
     A step of all slots meanwhile writes into that slot. That harms no pages, but states and windows, which forget.
     Accelerators attend to pages by a kernel for one token a row.
     """
-    plain = model.config.mixer is None and _shortest_window(model) is None
+    plain = model.config.mixer is None and model.ahead is None and _shortest_window(model) is None
     return plain and not reads_whole(model) and sharding.platform() == "cpu"
 
 
@@ -244,5 +261,6 @@ def _shortest_window(model: Model) -> int | None:
 
 
 def _prefix_cache(model: Model, config: EngineConfig) -> PrefixCache | None:
-    window, whole_rows = _shortest_window(model), model.config.mixer is not None
+    whole_rows = model.config.mixer is not None or model.ahead is not None  # with states of their last tokens alone
+    window = _shortest_window(model)
     return PrefixCache(config.prefix_cache_mib * 2**20, window, whole_rows) if config.prefix_cache_mib else None

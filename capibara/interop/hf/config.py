@@ -23,6 +23,7 @@ from capibara.models.api import (
     Gemma3nConfig,
     LayerKind,
     Moe,
+    Mtp,
     Rope,
     TransformerConfig,
 )
@@ -124,6 +125,8 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
             fields |= {} if family.read is None else family.read(values)
             if family.mscale and (scale := hf_rope.mscale(values)) != 1:
                 fields["attention_scale"] = fields["head_dim"] ** -0.5 * scale
+            if family.mtp_key and (count := values.get(family.mtp_key)):
+                fields["mtp"] = _mtp(count, family, fields["layer_pattern"][0])
             return (family.config or DecoderConfig)(**fields)
         case Kind.ENCODER:
             fields |= _layers(values, family, fields["num_layers"])
@@ -132,6 +135,17 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
             if "num_layers" not in fields:
                 fields["num_layers"] = values.get("num_decoder_layers") or values["num_layers"]
             return EncoderDecoderConfig(**fields | ({} if family.read is None else family.read(values)))
+
+
+def _mtp(count: int, family: Family, first_kind: str) -> Mtp:
+    """The modules that predict further tokens; those with windows follow the first layer (K-EXAONE)."""
+    fixed = dict(family.mtp)
+    if fixed.get("kind") == LayerKind.LOCAL and first_kind != LayerKind.LOCAL:
+        del fixed["kind"]
+    names = tables.NAMES[family.model_type].mtp
+    if names is not None and count > names.most:
+        raise UserError(f"config.json has {family.mtp_key} = {count}, must be at most {names.most} in capibara")
+    return Mtp(layers=count, **fixed)
 
 
 def kept_by_run(text: bytes) -> dict[str, Any]:
@@ -263,6 +277,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, bool(WHOLE & {*kinds}))}
     if isinstance(config, Gemma3nConfig):
         fields |= gemma3n.resolved(config)
+    if isinstance(config, DecoderConfig) and config.mtp is not None:
+        fields["mtp"] = (config.mtp.layers, config.mtp.norm, config.of_mtp.kinds[0], config.of_mtp.moe is None)
     return fields
 
 
@@ -367,6 +383,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         values["query_pre_attn_scalar"] = round(scale**-2)
     if isinstance(config, DecoderConfig) and family.model_type == tables.T5X_DECODER_TYPE:
         values["inputs_attention"] = str(config.inputs_attention)
+    if family.mtp_key:
+        values[family.mtp_key] = len(config.mtp_windows)
     if family.model_type == "gpt_neox":
         values["use_parallel_residual"] = config.residual == "parallel"
     if family.experts and config.moe is not None:

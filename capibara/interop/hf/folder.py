@@ -20,7 +20,7 @@ import numpy as np
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.interop.hf import keys, model_card, safetensors_header, tables, tied, torch_file
+from capibara.interop.hf import keys, model_card, mtp, safetensors_header, tables, tied, torch_file
 from capibara.interop.hf.layout.rows import Cut
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.storage import partial
@@ -56,6 +56,9 @@ class HfFolder:
         self._files = self._where()
         if not self._files:
             raise UserError(f"{path} holds no tensors: copy it again")
+        self.config, note = mtp.with_stored(self.config, self._files)
+        if note:
+            logging.getLogger(__name__).warning("%s: %s", path, note)
         self.config = tied.with_stored_head(self.config, self._files.keys(), self.read)
         self._cuts = tied.cuts(self.config, self.shapes)
         self._absent = tied.absent(self.config, self._files)

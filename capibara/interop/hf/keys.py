@@ -69,6 +69,7 @@ def read(family: Family) -> frozenset[str]:
         *family.mixer_keys.values(),
         *((family.pairs_key,) if family.pairs_key else ()),
         *((family.transform,) if family.transform else ()),
+        *((family.mtp_key,) if family.mtp_key else ()),
     }
     names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config"}
     names |= {"id2label", "num_labels"} if families.score_architecture(family) else set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 
 from capibara.core import projections, tree
@@ -315,7 +316,14 @@ _ALIASES = {
 }
 
 
-def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, fused_experts: bool = False) -> Rows:
+def of(
+    model_type: str,
+    shapes: Mapping[str, Shape],
+    layers: tree.LayersOf,
+    *,
+    fused_experts: bool = False,
+    fused_mtp: bool = False,
+) -> Rows:
     """The rows of an architecture's table that a model uses.
 
     Args:
@@ -323,6 +331,7 @@ def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, f
       shapes: of our parameters, by name.
       layers: TransformerConfig.module_layers.
       fused_experts: whether a layer's experts are one tensor, as transformers 5 stores them in memory.
+      fused_mtp: the same for the modules that predict further tokens.
     """
     rows, chosen = NAMES[model_type].rows, NAMES[model_type].chosen
     if chosen is not None:
@@ -331,15 +340,32 @@ def of(model_type: str, shapes: Mapping[str, Shape], layers: tree.LayersOf, *, f
         rows = next((gated for plain, gated in _GATED if rows is plain), rows)
     if rows is T5X_DECODER and "layers/mlp/gate" not in shapes:
         rows = T5X_DECODER_PLAIN
-    if fused_experts and "layers/mlp/router" in shapes and not is_fused([row.name for row in rows]):
-        fused = {path for row in FUSED_EXPERTS for path in row.ours}
-        rows = tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
-    return tuple(_in_layers(row, layers) for row in (*rows, *SCORE) if row.ours[0] in shapes)
+    mtp = NAMES[model_type].mtp
+    of_mtp = () if mtp is None else mtp.rows(_fused(rows) if fused_mtp else rows, shapes)
+    if fused_experts and "layers/mlp/router" in shapes:
+        rows = _fused(rows)
+    return tuple(_in_layers(row, layers) for row in (*rows, *SCORE) if row.ours[0] in shapes) + of_mtp
+
+
+def _fused(rows: Rows) -> Rows:
+    """The rows with a layer's experts in one tensor."""
+    if is_fused([row.name for row in rows]):
+        return rows
+    fused = {path for row in FUSED_EXPERTS for path in row.ours}
+    return tuple(row for row in rows if row.ours[0] not in fused) + FUSED_EXPERTS
 
 
 def is_fused(names: Collection[str]) -> bool:
     """Whether a layer's experts are one tensor, by the tensors' names."""
     return any(name.endswith(FUSED) for name in names)
+
+
+def of_mtp(model_type: str, num_layers: int, names: Collection[str]) -> set[str]:
+    """The tensors of modules that predict further tokens, among these names of tensors."""
+    if (mtp := NAMES[model_type].mtp) is None:
+        return set()
+    pattern = re.compile(mtp.pattern_of(num_layers))
+    return {name for name in names if pattern.search(name)}
 
 
 def turned(rows: Rows, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> Rows:

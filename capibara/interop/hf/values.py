@@ -48,6 +48,7 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
     **dict.fromkeys(("num_kv_shared_layers", "global_attn_every_n_layers"), LAYERS),
+    **dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), LAYERS),
     "altup_num_inputs": 2**10,
     **dict.fromkeys(("max_relative_positions", "position_buckets"), 2**20),
     "attention_head_size": 2**14,

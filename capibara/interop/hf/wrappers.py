@@ -265,12 +265,28 @@ def text_part(values: Values) -> dict[str, Any]:
 
 def names(config: Values) -> Names:
     """The tensors that a folder with this config.json has."""
-    of_text = tables.NAMES[text_part(config)["model_type"]]
+    text = text_part(config)
+    of_text = _without_mtp(tables.NAMES[text["model_type"]], text)
     wrapper = WRAPPERS.get(config["model_type"])
     if wrapper is None:
         return of_text
     parts = rf"{of_text.parts}|^(?:model\.)?(?:{wrapper.parts})(?:\.|$)"
     return dataclasses.replace(of_text, renamed=of_text.renamed + wrapper.renamed, parts=parts)
+
+
+def _without_mtp(names: Names, text: Values) -> Names:
+    """The names, with modules that predict further tokens as a part that is not read if config.json has none."""
+    if names.mtp is None or text.get(FAMILIES[text["model_type"]].mtp_key):
+        return names
+    return dataclasses.replace(names, parts=f"{names.parts}|{names.mtp.pattern_of(text['num_hidden_layers'])}")
+
+
+def with_mtp(config: Values, count: int) -> dict[str, Any]:
+    """A config.json with this number of modules that predict further tokens."""
+    key, wrapper = FAMILIES[text_part(config)["model_type"]].mtp_key, WRAPPERS.get(config["model_type"])
+    if wrapper is None or "text_config" not in config:
+        return {**config, key: count}
+    return {**config, "text_config": {**config["text_config"], key: count}}
 
 
 def architectures(values: Values) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ class LossSums(NamedTuple):
       weight: sum of the weights.
       smoothing: what label smoothing adds to `nll`; None without.
       tokens: real tokens, where the weights say something else; None: their sum.
+      ahead: the sums of modules that predict further tokens, all together; None: there are none.
     """
 
     nll: jax.Array
@@ -29,6 +30,7 @@ class LossSums(NamedTuple):
     weight: jax.Array
     smoothing: jax.Array | None = None
     tokens: jax.Array | None = None
+    ahead: LossSums | None = None
 
 
 class Terms(NamedTuple):

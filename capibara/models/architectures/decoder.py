@@ -26,6 +26,10 @@ from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import Activation, NormScale, QKNorm
 from capibara.models.layers.relative import Alibi, RelativeBias, RoundedAlibi
 from capibara.models.layers.rope import Pairs, Rope
+from capibara.models.mtp import config as mtp_config
+from capibara.models.mtp import module as mtp_module
+from capibara.models.mtp.config import Mtp, MtpMlp, Predicted
+from capibara.models.mtp.model import Predicting
 from capibara.models.parts import head, transformer
 from capibara.models.parts.config import (
     ComputeDtype,
@@ -38,10 +42,10 @@ from capibara.models.parts.config import (
     NormPlacement,
     Positions,
     Residual,
-    TransformerConfig,
 )
 from capibara.models.parts.head import Transform, TransformBias, Transformed, Transforming
 from capibara.models.parts.kinds import LayerKind, Patterned
+from capibara.models.parts.router import MlpKind
 from capibara.models.parts.streaming import StreamingHeads, bounded
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
@@ -78,7 +82,7 @@ class GrowthLayers(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(Transformed, Patterned, TransformerConfig):
+class DecoderConfig(Transformed, Patterned, Predicted):
     """Sizes and variants of a decoder; see also TransformerConfig.
 
     Attributes:
@@ -103,6 +107,7 @@ class DecoderConfig(Transformed, Patterned, TransformerConfig):
       window: number of positions visible to a query of a local layer, its own included.
       window_kind: whether these are the last ones, or those of a block.
       layer_pattern: kinds of the first layers, repeated over all layers: ("local", "global") alternates (Gemma 2).
+      mtp: modules that predict the tokens after the next one (DeepSeek-V3); None: there are none.
     """
 
     positions: Positions = Positions.ROPE
@@ -123,6 +128,7 @@ class DecoderConfig(Transformed, Patterned, TransformerConfig):
     transform: Transform = Transform.NONE
     transform_activation: Activation | None = None
     transform_bias: TransformBias = TransformBias.EMBED
+    mtp: Mtp | None = None
 
     @property
     def module_layers(self) -> dict[str, tuple[int, ...]]:
@@ -146,6 +152,20 @@ class DecoderConfig(Transformed, Patterned, TransformerConfig):
     def in_blocks(self) -> bool:
         return self.window_kind is WindowKind.BLOCK
 
+    @property
+    def of_mtp(self) -> DecoderConfig:
+        assert self.mtp is not None, "it has modules"
+        kind, moe = self.mtp.kind, self.moe if self.mtp.mlp is MtpMlp.MODEL else None
+        return dataclasses.replace(
+            self,
+            mtp=None,
+            layer_pattern=(kind,),
+            window=self.window if kind is LayerKind.LOCAL else None,
+            mixer=None,
+            moe=None if moe is None else dataclasses.replace(moe, first_dense=0, pattern=(MlpKind.EXPERTS,)),
+            norm_placement=self.norm_placement.of(kind),
+        )
+
     def __post_init__(self) -> None:
         if not self.layer_pattern:
             raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
@@ -156,6 +176,7 @@ class DecoderConfig(Transformed, Patterned, TransformerConfig):
         _check_ends(self)
         if self.streaming is not None:
             _check_streaming(self, self.streaming)
+        mtp_config.check(self, DecoderConfig)
         if self.positions is Positions.ROPE and self.rotary_size % 2:
             raise UserError(
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
@@ -237,7 +258,7 @@ class DecoderConfig(Transformed, Patterned, TransformerConfig):
                 f"DecoderConfig.positions ({str(self.positions)!r}) are of attention, no layer of layer_pattern attends: "
                 "write 'none'"
             )
-        self._check_branches()
+        _check_branches(self)
         if self.mixed_norms and (not (recurrent and attends) or LayerKind.HYBRID in self.kinds):
             raise UserError(
                 f"DecoderConfig.norm_placement is 'mixed', must have recurrent layers and others that attend alone, layer_pattern has "
@@ -253,23 +274,24 @@ class DecoderConfig(Transformed, Patterned, TransformerConfig):
                 "DecoderConfig.inputs_attention is 'bidirectional', recurrent layers read forwards: write 'causal'"
             )
 
-    def _check_branches(self) -> None:
-        """Refuses what a layer of one branch has no place for."""
-        if not self.one_branch:
-            return
-        if LayerKind.FEED_FORWARD in self.kinds and not self.mlp_dim:
-            raise UserError("DecoderConfig.mlp_dim is 0, and layer_pattern has feed_forward layers: try 4 x embed_dim")
-        if not self.mlp_dim and self.moe is not None:
-            raise UserError("DecoderConfig.mlp_dim is 0, the layers have no MLP, and moe is set: leave it out")
-        unsupported = {
-            f"residual is {str(self.residual)!r}": self.residual is not Residual.SEQUENTIAL,
-            f"norm_placement is {str(self.norm_placement)!r}": self.norm_placement is not NormPlacement.PRE,
-            f"Moe.first_dense is {self.first_dense}": self.first_dense > 0,
-            "Moe.pattern has 'dense'": len(self.dense_layers) > self.first_dense,
-        }
-        for option, is_set in unsupported.items():
-            if is_set:
-                raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")
+
+def _check_branches(config: DecoderConfig) -> None:
+    """Refuses what a layer of one branch has no place for."""
+    if not config.one_branch:
+        return
+    if LayerKind.FEED_FORWARD in config.kinds and not config.mlp_dim:
+        raise UserError("DecoderConfig.mlp_dim is 0, and layer_pattern has feed_forward layers: try 4 x embed_dim")
+    if not config.mlp_dim and config.moe is not None:
+        raise UserError("DecoderConfig.mlp_dim is 0, the layers have no MLP, and moe is set: leave it out")
+    unsupported = {
+        f"residual is {str(config.residual)!r}": config.residual is not Residual.SEQUENTIAL,
+        f"norm_placement is {str(config.norm_placement)!r}": config.norm_placement is not NormPlacement.PRE,
+        f"Moe.first_dense is {config.first_dense}": config.first_dense > 0,
+        "Moe.pattern has 'dense'": len(config.dense_layers) > config.first_dense,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")
 
 
 def _check_streaming(config: DecoderConfig, pattern: StreamingHeads) -> None:
@@ -405,6 +427,8 @@ class DecoderBase(Transforming, nnx.Module):
             return layer
 
         of_layers = tuple(empty(number, kind) for number, kind in enumerate(config.kinds))
+        if config.mtp is not None:
+            of_layers += (mtp_module.cache_layer(config.of_mtp, batch, length, dtype, windows[config.mtp.kind]),)
         return {"lengths": jnp.zeros(batch, jnp.int32), "layers": of_layers}
 
     def head(self) -> jax.Array:
@@ -490,7 +514,7 @@ class DecoderBase(Transforming, nnx.Module):
     def _rows(self, batch: Batch, length: int | None = None) -> Rows:
         config, angles = self.config, None
         if config.positions is Positions.ROPE:
-            angles = transformer.rotary(config, config.rope, batch["positions"], set(config.layer_pattern), length)
+            angles = transformer.rotary(config, config.rope, batch["positions"], config.rotated_kinds, length)
         prefix = batch["prefix"] if config.inputs_attention is InputsAttention.BIDIRECTIONAL else None
         segments, blocks = batch["segment_ids"], None
         if config.in_blocks:
@@ -513,7 +537,7 @@ class DecoderBase(Transforming, nnx.Module):
 
 
 @model_of(DecoderConfig)
-class Decoder(DecoderBase):
+class Decoder(DecoderBase, Predicting):
     """Embedding, layers and final norm; `head` returns the output projection.
 
     Attributes:
@@ -534,6 +558,9 @@ class Decoder(DecoderBase):
         self.layers = stack.stacked(lambda rngs: self.block(config, rngs), rngs, config.num_layers)
         for module, numbers in config.module_layers.items():
             stack.keep_layers(getattr(self.layers, module), numbers)
+        if (mtp := config.mtp) is not None:
+            make = lambda rngs: mtp_module.Module(config.of_mtp, mtp, self.block, rngs)  # noqa: E731
+            self.mtp = stack.stacked(make, rngs, mtp.layers)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
@@ -620,8 +647,10 @@ class Decoder(DecoderBase):
             layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=index)
             x, layer = block.cached(x, cache["layers"][index], now, rows, layer_inputs, kinds[kind], kind)
             of_layers.append(layer)
-        cache = cache | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
-        return self._normed(x), cache
+        hidden = self._normed(x)
+        if config.mtp is not None:
+            of_layers.append(self.remembered(hidden, batch["tokens"], now, cache))
+        return hidden, cache | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}
 
     def begin(self, batch: Batch) -> jax.Array:
         """The input of the first layer, [B, T, D]."""

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from capibara.core.types import Batch, Params, UserError
-from capibara.models.cache.dense import Cache
+from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs
 from capibara.models.layers.stack import Stats
 from capibara.models.parts.config import TransformerConfig
 from capibara.sharding import RematPolicy
@@ -49,6 +49,21 @@ class Generates(Protocol):
 
     def read(self, values: Sequence[Params], batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         """The final hidden states [B, T, D] of new tokens, and the updated cache."""
+
+
+@runtime_checkable
+class PredictsAhead(Protocol):
+    """A model with modules that predict further tokens; see architectures.decoder."""
+
+    def predict_ahead(
+        self, hidden: jax.Array, tokens: Sequence[jax.Array], batch: Batch, remat: RematPolicy, step: jax.Array | None
+    ) -> tuple[list[jax.Array], list[Stats]]:
+        """What the head reads of each module, [B, T, D], and the statistics of their layers."""
+
+    def draft(
+        self, hidden: jax.Array, tokens: jax.Array, now: PrefillInputs, cache: Cache
+    ) -> tuple[jax.Array, LayerCache]:
+        """What the head reads of the first module, and its updated cache."""
 
 
 @runtime_checkable

@@ -431,9 +431,14 @@ def trains(config: TransformerConfig) -> Callable[[str], bool] | None:
     """Whether training changes a parameter, by its name; None: it changes all."""
     if config.has_gates:
         return lambda name: name == GATES
-    if config.lora is None and not config.untrained:
+    frozen = ("mtp/",) if config.mtp_windows and not config.trains_mtp else ()
+    if config.lora is None and not config.untrained and not frozen:
         return None
-    return lambda name: name not in config.untrained and (config.lora is None or config.lora.trains(name))
+    return lambda name: (
+        name not in config.untrained
+        and not name.startswith(frozen)
+        and (config.lora is None or config.lora.trains(name))
+    )
 
 
 def longest_encoded(config: TransformerConfig) -> int | None:

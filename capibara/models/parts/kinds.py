@@ -124,7 +124,17 @@ class Layers:
     def runs_in_stages(self) -> bool:
         """Whether a pipeline can divide its layers into stages."""
         numbered = self.streaming is not None or (self.mixer is not None and self.mixer.numbered)
-        return not self.module_layers and not numbered
+        return not self.module_layers and not numbered and not self.mtp_windows
+
+    @property
+    def mtp_windows(self) -> tuple[int | None, ...]:
+        """As `windows`, of the layers of the modules that predict further tokens; none: there are no modules."""
+        return ()
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Whether training changes these modules."""
+        return False
 
     @property
     def has_gates(self) -> bool:

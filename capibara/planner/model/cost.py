@@ -282,7 +282,7 @@ def step_flops(work: Workload, choice: Choice) -> Flops:
         experts += of_experts
         seen = sum(a.seen_keys for a in stack.attentions)
         attention += stack.layers * tokens * 4 * config.num_heads * config.head_size * seen
-    head = 2 * config.vocab_size * config.embed_dim * rows * work.length
+    head = 2 * (1 + len(config.mtp_windows)) * config.vocab_size * config.embed_dim * rows * work.length
     by_weights = 1 if config.lora is None else 0  # passes for weight gradients; those of adapters are negligible
     again, attention_again = recomputed(work, choice)
     return Flops(

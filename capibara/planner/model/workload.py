@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import jax
@@ -143,7 +143,7 @@ class Stack:
     """Equal layers, one after another.
 
     Attributes:
-      name: "decoder" or "encoder".
+      name: "decoder", "encoder" or "mtp" (modules that predict further tokens).
       layers: number of layers.
       length: tokens of a row that pass through them.
       attentions: of one layer, averaged over the layers if they differ.
@@ -405,10 +405,12 @@ def _stacks(
             total = once.weights.total() * sizes.depth / sizes.num_layers
             yield dataclasses.replace(once, weights=once.weights.scaled_to(total))
         case _:
-            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes, length)),))
+            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes.windows, length)),))
+            if windows := sizes.mtp_windows:
+                yield stack("mtp", f"{api.MTP}/", len(windows), length, (Attention(_seen_keys(windows, length)),))
 
 
-def _seen_keys(sizes: TransformerConfig, length: int) -> float:
-    """Keys that a token of a decoder sees, averaged over its row and over the layers' pattern."""
-    windows = [length if window is None else min(window, length) for window in sizes.windows]
+def _seen_keys(of_layers: Sequence[int | None], length: int) -> float:
+    """Keys that a token of a decoder sees, averaged over its row and over layers with these windows."""
+    windows = [length if window is None else min(window, length) for window in of_layers]
     return sum(window - window**2 / (2 * length) for window in windows) / len(windows)

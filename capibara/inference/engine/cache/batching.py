@@ -29,6 +29,13 @@ class CacheDtype(enum.StrEnum):
     INT8 = "int8"
 
 
+class Drafts(enum.StrEnum):
+    """What guesses a row's next tokens: its own text, or the model's modules for multi-token prediction."""
+
+    LOOKUP = "lookup"
+    MTP = "mtp"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -43,10 +50,12 @@ class EngineConfig:
         ones are batched up to this size. None: 1024; 128 on a CPU with pages, where other texts would wait for long, and
         where parts are read into the slot.
       cache_dtype: dtype of cached keys and values.
-      draft_tokens: how many tokens a step guesses for each row by prompt lookup, which repeats what followed an earlier
-        occurrence of the row's last tokens (Saxena 2023, Leviathan et al. 2023, arXiv:2211.17192), and verifies at
-        once. The text is unaffected, with temperature too: a guess is accepted if the row's seed draws it. 0: none. It
-        pays if texts repeat their prompts, and rows are few.
+      draft_tokens: how many tokens a step guesses for each row, and verifies at once (Leviathan et al. 2023,
+        arXiv:2211.17192). The text is unaffected, with temperature too: a guess is accepted if the row's seed draws it.
+        0: none.
+      drafts: where the guesses come from. "lookup" repeats what followed an earlier occurrence of the row's last tokens
+        (Saxena 2023): it pays if texts repeat their prompts, and rows are few. "mtp" takes them from the first module of
+        DecoderConfig.mtp, which is applied to its own result for each further token.
       decode_steps: most tokens that a row gets in one program. With more than one, the host's work is done once for all
         of them, a stream gets them together, and the host processes them before the next program starts; with one, it
         processes the token while the next program runs. None: 4 on a CPU, where both would share the cores; up to 4
@@ -65,6 +74,7 @@ class EngineConfig:
     prefill_tokens: int | None = None
     cache_dtype: CacheDtype = CacheDtype.COMPUTE
     draft_tokens: int = 0
+    drafts: Drafts = Drafts.LOOKUP
     decode_steps: int | None = None
     page_size: int = 0
     pages: int | None = None
@@ -100,6 +110,10 @@ class EngineConfig:
         for name in ("prefix_cache_mib", "draft_tokens", "page_size"):
             if getattr(self, name) < 0:
                 raise UserError(f"EngineConfig.{name} is {getattr(self, name)}, must be at least 0 (0: none)")
+        if self.drafts is Drafts.MTP and not self.draft_tokens:
+            raise UserError(
+                "EngineConfig.drafts is 'mtp', and draft_tokens is 0 (no drafts): set EngineConfig.draft_tokens = 1"
+            )
         if self.pages is not None and self.pages < 1:
             raise UserError(
                 f"EngineConfig.pages is {self.pages}, must be at least 1, or None: as many as slots could need"

@@ -15,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params, PyTree
+from capibara.inference.engine.programs.speculative import draft
 from capibara.inference.sampling.sampler import History, Settings, choose, log_probability
 from capibara.kernels.slots import put, take
-from capibara.models.api import BatchAdapters, Cache, Model, paged, put_rows, selection
+from capibara.models.api import BatchAdapters, Cache, Model, mtp, paged, put_rows, selection
 
 _WORD_BITS = 32
 State = dict[str, Any]
@@ -193,7 +194,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
 
     jit = functools.partial(on_mesh, mesh, rules)
     return Programs(
-        serving=jit(lambda params: model.serving(adapted.merge(params))),
+        serving=jit(lambda params: model.serving(adapted.merge({name: params[name] for name in adapted.axes}))),
         start=jit(start),
         prefill=jit(prefill),
         resume=jit(resume, static_argnums=3),
@@ -426,13 +427,19 @@ def _verify(
     adapters: BatchAdapters | None,
     slots: jax.Array | None,
 ) -> tuple[State, SampledTokens]:
-    """Reads the guesses as if they were correct, and chooses a token after each: valid until the first wrong guess."""
+    """Reads the guesses as if they were correct, and chooses a token after each: valid until the first wrong guess.
+
+    A model with modules that predict further tokens guesses itself.
+    """
     B, T = len(guesses), 1 + guesses.shape[1]
     forced_BT = jnp.pad(next_.forced[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
     row_state = _selected(state, slots)
+    cache = paged.with_table(row_state["cache"], table)
+    if model.ahead is not None:
+        guesses = draft(model, params, row_state["tokens"], cache, T - 1, usable)
     given_BT = jnp.concatenate([row_state["tokens"][:, None], guesses], axis=1)
     read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
-    logits_BTV, cache = model.extend(params, read, paged.with_table(row_state["cache"], table))
+    logits_BTV, hidden_BTD, cache = model.extend(params, read, cache)
     histories = [row_state["history"]]
     for before in range(T - 1):
         histories.append(histories[-1].with_tokens(guesses[:, before]))
@@ -449,7 +456,8 @@ def _verify(
     at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
     tokens_B = at_end(tokens_BT)
     new = {
-        "cache": paged.without_table(cache) | {"lengths": row_state["cache"]["lengths"] + 1 + accepted_B},
+        "cache": mtp.at_token(paged.without_table(cache), hidden_BTD, accepted_B)
+        | {"lengths": row_state["cache"]["lengths"] + 1 + accepted_B},
         "tokens": tokens_B,
         "history": jax.tree.map(at_end, history_BT).with_tokens(tokens_B),
     }

@@ -1,8 +1,14 @@
-"""Prompt lookup: guesses a text's next tokens by what followed an earlier occurrence of its last tokens."""
+"""Guesses of next tokens: by what followed an earlier occurrence of a text's last tokens, or by the model's own modules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from capibara.core.types import Params
+from capibara.models.api import Cache, Model, PrefillInputs, mtp
 
 _SIZES = (4, 3, 2)  # lengths of the token runs to look up, the longest first
 _LONGEST_REST = 16  # steps
@@ -49,3 +55,40 @@ class Drafter:
         """
         self._failed = 0 if right else self._failed + 1
         self._rests = 0 if right else min(2**self._failed, _LONGEST_REST)
+
+
+class Placeholders:
+    """Stands in for a Drafter where the program that verifies guesses makes them itself, by `draft`."""
+
+    def guess(self, most: int) -> list[int]:
+        """So many tokens, whatever they are."""
+        return [0] * most
+
+    def record(self, right: int) -> None:
+        """Wrong guesses cost no pauses: they cost little beside a step."""
+        del right
+
+
+def draft(model: Model, params: Params, tokens_B: jax.Array, cache: Cache, count: int, usable: int) -> jax.Array:
+    """Guesses [B, count] of the tokens after `tokens_B`, which no row has read, by the first module of `mtp`.
+
+    The module is applied to its own result for each further token; its likeliest token is the guess.
+
+    Args:
+      model: with modules.
+      params: as its programs read them.
+      tokens_B: the last token of each row.
+      cache: of what the rows have read; not changed.
+      count: tokens to guess.
+      usable: ids of the vocabulary that may be guessed.
+    """
+    assert model.ahead is not None, "it has modules"
+    states_B1D = cache["layers"][-1][mtp.STATE][:, None].astype(model.config.dtype.value)
+    lengths_B, ones_B, guesses = cache["lengths"] - 1, jnp.ones_like(tokens_B), []
+    for _ in range(count):
+        now = PrefillInputs(lengths_B, ones_B, lengths_B[:, None], False)
+        states_B1D, cache = model.ahead.draft(params, states_B1D, tokens_B[:, None], now, cache)
+        logits_BV = model.logits_of(params, states_B1D)[:, 0, :usable]
+        tokens_B, lengths_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), lengths_B + 1
+        guesses.append(tokens_B)
+    return jnp.stack(guesses, axis=1)

@@ -14,7 +14,7 @@ from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.cache.pages import Pages
-from capibara.inference.engine.programs.speculative import Drafter
+from capibara.inference.engine.programs.speculative import Drafter, Placeholders
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.following import Submission
 from capibara.inference.engine.requests.stream import Finish, Piece, Stream
@@ -81,7 +81,7 @@ class Request:
         self.slot: int | None = None
         self.written = False
         self.row: tuple[Any, int] | None = None
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter | Placeholders | None = None
         self.cancelled = self.finished = False
         self.ends = frozenset(ends)
         self._of_text = vocabulary, sampling.stop, names

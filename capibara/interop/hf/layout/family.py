@@ -67,6 +67,8 @@ class Family:
       mixer_keys: fields of our mixer -> its keys, for messages; `read` reads them.
       read_moe: further fields of our Moe, which come before the others.
       partial: whether only a part of a head may be rotated.
+      mtp_key: key of the number of modules that predict further tokens; "": its files have none that are read.
+      mtp: fields of our Mtp with fixed values.
       aliases: other names of its keys; one of these comes first where a file has both.
       biases: keys of optional biases in config.json, and the value of our `bias` for each.
       read_keys: further keys that it reads.
@@ -105,6 +107,8 @@ class Family:
     mixer_keys: dict[str, str] = dataclasses.field(default_factory=dict)
     read_moe: Callable[[Values], dict[str, Any]] | None = None
     partial: bool = False
+    mtp_key: str = ""
+    mtp: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     biases: dict[str, str] = dataclasses.field(default_factory=dict)
     read_keys: tuple[str, ...] = ()
@@ -131,6 +135,7 @@ CAPS = {"attention_soft_cap": "attn_logit_softcapping", "logit_soft_cap": "final
 NO_BIAS = {"attention_bias": (False, None)}
 ATTENTION_BIAS = {"attention_bias": "attention"}
 ONLY_SILU = {"hidden_act": ("silu", "swish")}  # of mixers, too
+MTP_KEY = "num_nextn_predict_layers"
 CAUSAL = {"use_bidirectional_attention": (False, None)}
 SILU = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capibara.core import projections
+from capibara.interop.hf.layout.mtp import MtpNames
 from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 
 # The dimensions of our parameters, in the letters of interop.hf.tensors.
@@ -209,6 +210,7 @@ class Names:
         with {l}: of the layers in which their module has others.
       cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
+      mtp: the tensors of modules that predict further tokens; None: they are not supported.
     """
 
     rows: Rows
@@ -219,6 +221,7 @@ class Names:
     absent: Mapping[str, Callable[[Mapping[str, Any]], np.ndarray]] = dataclasses.field(default_factory=dict)
     cuts: Callable[[Mapping[str, Shape]], dict[str, Cut]] | None = None
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
+    mtp: MtpNames | None = None
 
     def canonical(self, name: str) -> str | None:
         """The table's name of a tensor; None: it is not used."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values, expert_layers
+from capibara.interop.hf.layout import mtp
+from capibara.interop.hf.layout.family import KEYS, MTP_KEY, SILU, Family, Values, expert_layers
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
     EXPERTS,
@@ -71,13 +72,15 @@ FAMILIES = (
                 "top_k": "moe_k",
             },
             read_moe=_read_moe,
+            mtp_key=MTP_KEY,
+            mtp={"mlp": "dense", "norm": "none"},
             write=_write,
         ),
         Names(
             _ERNIE,
             (*LLAMA_LIKE[0], (r"mlp\.gate\.moe_statics\.", "mlp.moe_statics.")),
             LLAMA_LIKE[1],
-            r"(?:^|\.)mtp_",  # layers that predict several tokens, which transformers leaves out
+            mtp=mtp.ERNIE,
         ),
     ),
 )

@@ -10,7 +10,8 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.dense.exaone import by_pattern
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, expert_layers
+from capibara.interop.hf.layout import mtp
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, MTP_KEY, SILU, Family, Values, expert_layers
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     DEEPSEEK_EXPERTS,
@@ -129,11 +130,11 @@ FAMILIES = (
             moe_keys=DEEPSEEK_KEYS,
             partial=True,
             fraction=0.5,
+            mtp_key=MTP_KEY,
             read=_read,
             write=_write,
         ),
-        # The layers after the last one, which predict several tokens: transformers leaves them out by these numbers.
-        Names(_GLM4_MOE, *LLAMA_LIKE, parts=r"^model\.layers\.(?:46|92)\."),
+        Names(_GLM4_MOE, *LLAMA_LIKE, mtp=mtp.DEEPSEEK),
     ),
     (
         Family(
@@ -172,10 +173,11 @@ FAMILIES = (
             moe_keys=DEEPSEEK_KEYS | {"shared_experts": "num_shared_experts"},
             read_moe=read_mlp_types,
             prepare=by_pattern,
+            mtp_key=MTP_KEY,
+            mtp={"mlp": "dense", "kind": "local"},
             write=write_mlp_types,
         ),
-        # The layers that predict several tokens, which transformers leaves out.
-        Names(_EXAONE_MOE, (*LLAMA_LIKE[0], (r"mlp\.gate\.e_score", "mlp.e_score")), LLAMA_LIKE[1], r"^mtp"),
+        Names(_EXAONE_MOE, (*LLAMA_LIKE[0], (r"mlp\.gate\.e_score", "mlp.e_score")), LLAMA_LIKE[1], mtp=mtp.EXAONE),
     ),
     (
         Family(

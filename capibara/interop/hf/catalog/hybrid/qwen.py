@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.interop.hf.layout.family import KEYS, SILU, Family, Values, recurrent, write_recurrent
+from capibara.interop.hf.layout import mtp
+from capibara.interop.hf.layout.family import KEYS, MTP_KEY, SILU, Family, Values, recurrent, write_recurrent
 from capibara.interop.hf.layout.rows import (
     LLAMA,
     LLAMA_LIKE,
@@ -101,6 +102,7 @@ _COMMON: dict[str, Any] = dict(
 )
 _DEFAULTS = SILU | {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
 _DEFAULTS |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+_MTP_KEY = "mtp_num_hidden_layers"
 _READ_KEYS = ("layer_types", "full_attention_interval")
 
 FAMILIES = (
@@ -114,12 +116,13 @@ FAMILIES = (
             | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "router_aux_loss_coef": 0.001}
             | {"output_router_logits": False},
             read_keys=_READ_KEYS,
+            mtp_key=MTP_KEY,
             experts="num_experts",
             moe={"shared_experts": 1, "shared_gate": "sigmoid"},
             moe_keys={"shared_dim": "shared_expert_intermediate_size"},
             **_COMMON | {"only": _COMMON["only"] | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}},
         ),
-        Names(_BASE + _NEXT + QWEN_SHARED_EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
+        Names(_BASE + _NEXT + QWEN_SHARED_EXPERTS, *LLAMA_LIKE, mtp=mtp.QWEN),
     ),
     (
         Family(
@@ -128,9 +131,10 @@ FAMILIES = (
             keys=KEYS,
             defaults=_DEFAULTS | {"num_key_value_heads": 4},
             read_keys=_READ_KEYS,
+            mtp_key=_MTP_KEY,
             **_COMMON,
         ),
-        Names(_BASE + _OF_35 + _MLP, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
+        Names(_BASE + _OF_35 + _MLP, *LLAMA_LIKE, mtp=mtp.QWEN),
     ),
     (
         Family(
@@ -141,11 +145,12 @@ FAMILIES = (
             | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001}
             | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "output_router_logits": False},
             read_keys=_READ_KEYS,
+            mtp_key=_MTP_KEY,
             experts="num_experts",
             moe={"gates": "normalized", "shared_experts": 1, "shared_gate": "sigmoid"},
             moe_keys={"shared_dim": "shared_expert_intermediate_size"},
             **_COMMON,
         ),
-        Names(_BASE + _OF_35 + QWEN_SHARED_EXPERTS, LLAMA_LIKE[0], rf"{LLAMA_LIKE[1]}|^mtp\."),
+        Names(_BASE + _OF_35 + QWEN_SHARED_EXPERTS, *LLAMA_LIKE, mtp=mtp.QWEN),
     ),
 )

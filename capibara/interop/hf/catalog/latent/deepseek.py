@@ -14,7 +14,8 @@ from capibara.interop.hf.catalog.experts.glm import (
     read_mlp_types,
     write_mlp_types,
 )
-from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, NO_BIAS, SILU, Family, Values, with_rope
+from capibara.interop.hf.layout import mtp
+from capibara.interop.hf.layout.family import KEYS, LATENT_SIZES, MTP_KEY, NO_BIAS, SILU, Family, Values, with_rope
 from capibara.interop.hf.layout.rows import (
     DEEPSEEK_EXPERTS,
     EXPERTS,
@@ -208,6 +209,7 @@ FAMILIES = (
             | {"routed_scaling_factor": 2.5},
             read_keys=LATENT_SIZE_KEYS,
             pairs_key="rope_interleave",
+            mtp_key=MTP_KEY,
             aliases={"num_local_experts": "n_routed_experts"},
             experts="n_routed_experts",
             moe=DEEPSEEK_MOE,
@@ -216,8 +218,7 @@ FAMILIES = (
             write=write_latent,
             **_COMMON,
         ),
-        # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
-        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.61\."),
+        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, mtp=mtp.DEEPSEEK),
     ),
     (
         Family(
@@ -268,6 +269,7 @@ FAMILIES = (
             | {"routed_scaling_factor": 1.8},
             read_keys=(*LATENT_SIZE_KEYS, "mlp_layer_types"),
             pairs_key="rope_interleave",
+            mtp_key=MTP_KEY,
             aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
             experts="n_routed_experts",
             moe=DEEPSEEK_MOE | {"first_dense": 1},
@@ -277,8 +279,7 @@ FAMILIES = (
             write=_write_lite,
             **_COMMON,
         ),
-        # The layer after the last one, which predicts several tokens: transformers leaves it out by this number.
-        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.47\."),
+        Names(LATENT_ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, mtp=mtp.DEEPSEEK),
     ),
     (
         # Sarvam 105B (Sarvam 2026), which transformers computes by DeepSeek-V3's class.

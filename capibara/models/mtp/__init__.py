@@ -1,0 +1,1 @@
+"""Multi-token prediction: further modules that predict the tokens after the next one."""

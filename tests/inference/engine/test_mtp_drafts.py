@@ -1,0 +1,117 @@
+"""Drafts by the model's modules for multi-token prediction: the texts are those without drafts."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.sampling.sampling import Sampling
+from capibara.models import api
+from capibara.models.api import DecoderConfig, GatedDelta, Mtp
+from capibara.objectives.base import of_cross_entropy
+from capibara.sharding import RematPolicy
+
+VOCABULARY = ByteVocabulary()
+CONFIG = DecoderConfig(
+    vocab_size=VOCABULARY.size, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32",
+    mtp=Mtp(loss_weight=1.0),
+)  # fmt: skip
+MODEL = api.build(CONFIG)
+TEXT = "the quick brown fox jumps over the lazy dog. "
+PROMPTS = ("the quick", TEXT + "the quick brown", "lazy d", TEXT * 2 + "the qui")
+SAMPLINGS = tuple(
+    Sampling(max_new_tokens=24, temperature=temperature, seed=seed)
+    for seed, temperature in enumerate((0.0, 0.9, 0.0, 0.7))
+)
+
+
+@functools.cache
+def trained():
+    """Parameters that know one sentence."""
+    ids = VOCABULARY.encode(TEXT * 4)[:96]
+    tokens = jnp.asarray([ids[:-1]])
+    ones = jnp.ones_like(tokens)
+    batch = {
+        "tokens": tokens,
+        "targets": jnp.asarray([ids[1:]]),
+        "segment_ids": ones,
+        "weights": ones.astype(jnp.float32),
+    }
+    batch |= {"positions": jnp.arange(tokens.shape[1])[None]}
+    objective = of_cross_entropy(MODEL, 0.0)
+
+    @jax.jit
+    def step(params, squares):
+        """RMSProp."""
+        grads = jax.grad(lambda p: objective.sums(p, batch, RematPolicy(), jnp.int32(0))[0] / 95.0)(params)
+        squares = jax.tree.map(lambda s, g: 0.95 * s + 0.05 * g * g, squares, grads)
+        return jax.tree.map(lambda x, g, s: x - 3e-3 * g / (jnp.sqrt(s) + 1e-6), params, grads, squares), squares
+
+    params = MODEL.init(jax.random.key(0))
+    squares = jax.tree.map(jnp.zeros_like, params)
+    for _ in range(150):
+        params, squares = step(params, squares)
+    return params
+
+
+def engine(**config):
+    return Engine(MODEL, trained(), VOCABULARY, 128, EngineConfig(slots=3, **config))
+
+
+def texts(engine):
+    streams = [engine.submit(prompt, sampling) for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)]
+    return [stream.result().tokens for stream in streams]
+
+
+@functools.cache
+def without_drafts():
+    return texts(engine())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        dict(draft_tokens=1),
+        dict(draft_tokens=3, page_size=16),
+        dict(draft_tokens=2, prefill_tokens=16),
+        dict(draft_tokens=1, page_size=8, pages=24, prefill_tokens=16),
+    ],
+    ids=str,
+)
+def test_texts_are_those_without_drafts_in_fewer_steps(config):
+    drafting = engine(drafts="mtp", **config)
+    assert texts(drafting) == without_drafts()
+    of_drafts = drafting.statistics
+    assert of_drafts.acceptance > 0.5 and of_drafts.steps < 0.8 * sum(s.max_new_tokens for s in SAMPLINGS) / 2
+    again = texts(drafting)  # from the prefix cache
+    assert again == without_drafts()
+
+
+def test_an_engine_without_these_drafts_has_no_modules():
+    plain = engine()
+    assert "mtp" not in plain._core.params.current
+    assert len(plain._core.runner._state["cache"]["layers"]) == CONFIG.num_layers
+    plain.update(trained())
+    assert texts(plain) == without_drafts()
+
+
+def test_drafts_without_modules_are_refused():
+    with pytest.raises(UserError, match="drafts is 'mtp', and draft_tokens is 0"):
+        EngineConfig(drafts="mtp")
+    plain = api.without_mtp(MODEL)
+    with pytest.raises(UserError, match=r"drafts is 'mtp', and the model has no modules for multi-token prediction"):
+        Engine(plain, plain.init(jax.random.key(0)), VOCABULARY, 64, EngineConfig(drafts="mtp", draft_tokens=1))
+
+
+def test_drafts_of_recurrent_layers_are_refused():
+    mixer = GatedDelta(key_heads=2, value_heads=2, key_dim=8, value_dim=8)
+    options = dict(vocab_size=VOCABULARY.size, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, mtp=Mtp())
+    model = api.build(DecoderConfig(layer_pattern=("recurrent", "global"), mixer=mixer, **options))
+    with pytest.raises(UserError, match="recurrent layers, whose states cannot forget wrong guesses"):
+        Engine(model, model.init(jax.random.key(0)), VOCABULARY, 64, EngineConfig(drafts="mtp", draft_tokens=1))
