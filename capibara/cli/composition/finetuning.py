@@ -259,8 +259,12 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
         lines += [f"Dataset.vocabulary = @{type(model.vocabulary).__name__}()", *_written(model.vocabulary)]
     if asked.method is Method.QLORA:
         lines += ["Lora.base_dtype = 'nf4'", "Lora.double_quantization = True"]
+    of_mtp = _without_mtp_loss(asked.method, model) if model.model.mtp_windows else {}
     chosen = Chosen(
-        (_TASKS[kind], *_runs(asked.method), *asked.gin_files), (*lines, *asked.bindings), asked.search_paths
+        (_TASKS[kind], *_runs(asked.method), *asked.gin_files),
+        (*lines, *of_mtp, *asked.bindings),
+        asked.search_paths,
+        tuple(of_mtp.values()),
     )
     return _with_steps(asked, chosen, show)
 
@@ -296,6 +300,16 @@ def learning_rate(method: Method, model: Pretrained) -> float:
     if method not in _OF_LOSS:
         return 2e-4 if count < 15e9 else 1e-4
     return 2e-5 if method.is_rewarded or method is Method.SIMPO else 1e-4
+
+
+def _without_mtp_loss(method: Method, model: Pretrained) -> dict[str, str]:
+    """Binding -> line on it, of a method whose loss has no multi-token prediction, for a model with modules for it."""
+    if method in (Method.LORA, Method.QLORA, Method.FULL):
+        return {}
+    name = type(model.model).__name__
+    if method in (Method.REWARD, Method.PROCESS_REWARD, Method.DUO_ATTENTION):
+        return {f"{name}.mtp = None": f"{method} has no multi-token prediction: its modules are left out"}
+    return {"Mtp.loss_weight = 0.0": f"{method} has no loss for multi-token prediction: its modules are frozen"}
 
 
 def _runs(method: Method) -> tuple[str, ...]:
@@ -334,7 +348,7 @@ def _with_steps(asked: FineTuning, chosen: Chosen, show: Callable[[str, str], No
     lines += [f"Trainer.log_every = {max(1, min(10, steps // 10))}"]
     bound = {line.partition("=")[0].strip() for line in asked.bindings}
     lines = [line for line in lines if line.partition("=")[0].strip() not in bound]
-    return dataclasses.replace(chosen, bindings=(*chosen.bindings, *lines), notes=tuple(notes))
+    return dataclasses.replace(chosen, bindings=(*chosen.bindings, *lines), notes=(*chosen.notes, *notes))
 
 
 def _batches(chosen: Chosen) -> int:

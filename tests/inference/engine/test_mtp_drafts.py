@@ -93,6 +93,41 @@ def test_texts_are_those_without_drafts_in_fewer_steps(config):
     assert again == without_drafts()
 
 
+def guesses_of(prompt, text):
+    """Numbers of guesses and of right ones where each step guesses one token: by the module's states of the whole row."""
+    ids = jnp.asarray([[*prompt, *text]])
+    ones = jnp.ones_like(ids)
+    rows = {"tokens": ids, "segment_ids": ones, "positions": jnp.arange(ids.shape[1])[None]}
+    hidden, _ = MODEL.hidden(trained(), rows)
+    after = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+    (states,), _ = MODEL.ahead.states(trained(), hidden, [after], rows, RematPolicy(), None)
+    guessed = jnp.argmax(MODEL.logits_of(trained(), states)[0], axis=-1).tolist()
+    drafted = accepted = 0
+    last, end = len(prompt), ids.shape[1] - 1  # the first token of the text is known
+    while last < end - 1:  # the last token of a text is not guessed
+        right = guessed[last - 1] == int(ids[0, last + 1])
+        drafted, accepted, last = drafted + 1, accepted + right, last + 1 + right
+    return drafted, accepted
+
+
+def test_a_step_goes_on_from_the_last_right_guess():
+    """Each guess is that of the whole row's states, after wrong guesses, too."""
+    drafting = Engine(MODEL, trained(), VOCABULARY, 128, EngineConfig(slots=1, drafts="mtp", draft_tokens=1))
+    for prompt in ("fox dog", "zzz the"):
+        drafting.statistics.clear()
+        done = drafting.submit(prompt, Sampling(max_new_tokens=40, temperature=0.9, seed=1)).result()
+        want = guesses_of(VOCABULARY.encode(prompt), done.tokens)
+        assert 0 < want[1] < want[0], "there are wrong and right guesses"
+        assert (drafting.statistics.drafted, drafting.statistics.accepted) == want
+
+
+def test_a_prompt_is_continued_from_its_end_alone():
+    drafting, prompt = engine(drafts="mtp", draft_tokens=1), VOCABULARY.encode(TEXT)
+    drafting.submit(prompt, SAMPLINGS[0]).result()
+    assert drafting.submit([*prompt[:30], 7, 8, 9], SAMPLINGS[0]).result().cached_tokens == 0
+    assert drafting.submit([*prompt, 7, 8, 9], SAMPLINGS[0]).result().cached_tokens == len(prompt)
+
+
 def test_an_engine_without_these_drafts_has_no_modules():
     plain = engine()
     assert "mtp" not in plain._core.params.current
