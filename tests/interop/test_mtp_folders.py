@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -14,10 +15,12 @@ import pytest
 import safetensors.numpy
 from jax.sharding import SingleDeviceSharding
 
+from capibara.consensus.merging import Linear, Passthrough
 from capibara.core.types import UserError
 from capibara.interop import conversion, open_model
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
+from capibara.interop.merge.merging import Merge, merge
 from capibara.models import api
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "families"))
@@ -215,7 +218,35 @@ class Reader:
         return False
 
     def save(self, folder, params, gin):
-        assert "mtp" in params and "Mtp.layers = 1" in gin
+        os.makedirs(folder, exist_ok=True)
+        self.params, self.gin = params, gin
+
+
+def test_a_run_of_a_folder_has_its_modules(tmp_path):
+    tensors, reader = saved(tmp_path / "a", "ernie4_5_moe"), Reader()
+    conversion.convert(str(tmp_path / "a"), str(tmp_path / "run"), "capibara", None, None, reader)
+    assert all(line in reader.gin for line in ("DecoderConfig.mtp = @Mtp()", 'Mtp.mlp = "dense"', 'Mtp.norm = "none"'))
+    norm = reader.params["mtp"]["hidden_norm"]["scale"][0]
+    np.testing.assert_array_equal(norm, tensors["model.mtp_hidden_norm.0.weight"])
+
+
+def test_merges_have_the_modules(tmp_path):
+    one = saved(tmp_path / "a", "glm4_moe")
+    saved(tmp_path / "b", "glm4_moe", changed=lambda tensors: {name: 3 * x for name, x in tensors.items()})
+    saved(tmp_path / "c", "glm4_moe", 0)
+    paths = (str(tmp_path / "a"), str(tmp_path / "b"))
+    mean = Merge(models=paths, method=Linear(weights=(0.5, 0.5)))
+    merge(mean, str(tmp_path / "mean"), "hf", "f32", Reader())
+    merged = safetensors.numpy.load_file(os.path.join(tmp_path, "mean", "model.safetensors"))
+    assert merged.keys() == one.keys()
+    name = "model.layers.3.eh_proj.weight"
+    np.testing.assert_allclose(merged[name], 2 * one[name], rtol=1e-6)
+    with pytest.raises(UserError, match="mtp of .*/c is None, must be"):
+        other = dataclasses.replace(mean, models=(paths[0], str(tmp_path / "c")))
+        merge(other, str(tmp_path / "x"), "hf", "f32", Reader())
+    layers = Merge(models=paths, method=Passthrough(layers=((0, 2), (1, 3))))
+    with pytest.raises(UserError, match="takes single layers, and a model has modules for multi-token prediction"):
+        merge(layers, str(tmp_path / "y"), "hf", "f32", Reader())
 
 
 def test_convert_copies_the_modules_and_says_where_it_leaves_them_out(tmp_path, caplog):

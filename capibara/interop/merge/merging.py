@@ -153,6 +153,11 @@ def merge(
     paths = [*merge.models, *([merge.base] if merge.base is not None else [])]
     models = [inputs.described(path, merge.base if path != merge.base else None, reader) for path in paths]
     inputs.check_alike(models, tokenizer=merge.tokenizer, in_layers=not assembly.takes_layers(merge.method))
+    if assembly.takes_layers(merge.method) and any(item.model.config.mtp_windows for item in models):
+        raise UserError(
+            f"--method={merge.method.name} takes single layers, and a model has modules for multi-token prediction, which follow "
+            "the last one: write it without them first (num_nextn_predict_layers or mtp_num_hidden_layers = 0 in config.json)"
+        )
     like = _like(models, merge)
     result_type = like.config["model_type"]
     parts = assembly.parts_of(merge.method, like.model, result_type, models[0])
