@@ -186,7 +186,7 @@ def _log_without_mtp(why: str) -> None:
     logging.getLogger(__name__).warning("the modules for multi-token prediction are left out: %s", why)
 
 
-def _without_mtp(source: ForeignModel | OurModel, why: str) -> ForeignModel | OurModel:
+def without_mtp(source: ForeignModel | OurModel, why: str) -> ForeignModel | OurModel:
     """A model without modules that predict further tokens, with a line if it had some."""
     model = source.model if isinstance(source, OurModel) else api.build(hf_config.from_hf(source.config))
     if not model.config.mtp_windows:
@@ -469,7 +469,7 @@ def write(
 ) -> str:
     """`convert` for a model that was read, to a new target."""
     if form == "gguf" or how is not None:
-        source = _without_mtp(
+        source = without_mtp(
             source, "GGUF files have none here" if how is None else f"--quantize={how.method} has none"
         )
     if how is not None and "score.weight" in source.shapes():

@@ -19,7 +19,7 @@ from capibara.interop.experts import statistics
 from capibara.interop.experts.operation import PARAMETERS, ExpertOperation, Place
 from capibara.interop.experts.statistics import ALL, Statistics
 from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import model_card
+from capibara.interop.hf import model_card, wrappers
 from capibara.models import api
 from capibara.models.api import DecoderConfig, TransformerConfig
 from capibara.storage import outputs, stores
@@ -69,7 +69,8 @@ def rewire(
         path = open_model.local_model(path)
     config = _checked(path, operation, use, statistics_path, reader)
     show("reading", path)
-    source = conversion.as_ours(conversion.opened(path, None, reader))
+    opened = conversion.without_mtp(conversion.opened(path, None, reader), "their experts would be other ones")
+    source = conversion.as_ours(opened)
     show("rewiring", f"{config.num_layers} layers")
     result, made_of = rewired(source, operation, use)
     summary = conversion.write(result, target, form, dtype, reader.save)
@@ -149,13 +150,15 @@ def _checked(
         raise UserError(
             f"{path} has the architecture {type(config).__name__}, `capibara experts {operation.name}` is for DecoderConfig alone"
         )
+    values = wrappers.with_mtp(like.config, 0) if config.mtp_windows else like.config
+    config = dataclasses.replace(config, mtp=None)  # its modules are left out, with a line
     result = operation.result(config)
     if use is not None:
         assert statistics_path is not None
         use.check(config, statistics_path)
         use.use(0, operation.domain or ALL)
     try:
-        hf_config.to_hf(result, like.config)
+        hf_config.to_hf(result, values)
     except UserError as error:
         cause = str(error).partition(": ")[2]
         raise UserError(

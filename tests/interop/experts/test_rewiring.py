@@ -137,6 +137,18 @@ def test_a_pruned_folder_has_the_tensors_of_the_experts_that_stay(folder, use, t
     assert len(found) == len(whole) - 2 * 3
 
 
+def test_modules_that_predict_further_tokens_are_left_out_with_a_line(folder, tmp_path, caplog):
+    """Their experts have no statistics of their own."""
+    of = dataclasses.replace(FAMILIES["deepseek_v3"], mtp=cb.Mtp())
+    llamas.write(tmp_path / "whole", 1, of=of)
+    assert any("layers.3.eh_proj." in name for name in llamas.weights(tmp_path / "whole"))
+    assert run("split", tmp_path / "whole", f"--to={tmp_path}/new") == 0
+    assert "the modules for multi-token prediction are left out: their experts would be other ones" in caplog.text
+    assert not any("layers.3." in name for name in llamas.weights(tmp_path / "new"))
+    values = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (values["n_routed_experts"], values["num_nextn_predict_layers"]) == (16, 0)
+
+
 def test_the_tokens_of_one_domain_can_count_alone(folder, use, tmp_path):
     found = statistics.read(str(use))
     changed = dataclasses.replace(found.domains["sql"], routed=np.array([[1.0, 2, 3, 4], [4, 3, 2, 1]]))
