@@ -42,6 +42,7 @@ _ROOMS = {
     "jobs": "launch: systems for jobs, sweeps",
     "builders": "preparation of data sets",
     "retrieval": "indexes of documents",
+    "sandbox": "programs that a model wrote",
 }
 
 

@@ -7,7 +7,6 @@ import enum
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from capibara.config import configurable
 from capibara.interop.experts import operation
@@ -116,6 +115,8 @@ def clusters(features: np.ndarray, count: int) -> list[list[int]]:
 
 def aligned(expert: Arrays, like: Arrays) -> Arrays:
     """An expert that computes the same, its hidden units in the order in which they are most like another's."""
+    from scipy.optimize import linear_sum_assignment  # late: it takes most of a second, and --help needs none of it
+
     if expert is like:
         return expert
     ours, theirs = (np.concatenate([_by_unit(of, name) for name in HIDDEN if name in of], 1) for of in (expert, like))
