@@ -125,7 +125,7 @@ class MoeMLP(nnx.Module):
         moe = self.moe
         # In float32 on TPU too, where the default for a product is bfloat16: small errors flip choices.
         with jax.default_matmul_precision("highest"):
-            x32_BTD, router_lora = x_BTD.astype(jnp.float32), layers.adapter_of(self, "router")
+            x32_BTD, router_lora = self.router_inputs(x_BTD), layers.adapter_of(self, "router")
             logits = jnp.einsum("BTD,DE->BTE", x32_BTD, self.router[...])
             if router_lora is not None:
                 logits = router_lora(x32_BTD, logits, self.router[...])
@@ -158,6 +158,10 @@ class MoeMLP(nnx.Module):
         if moe.output_norm is OutputNorm.LAYER:
             y = self.output_norm(y)
         return constrain(y, ("batch", "act_time", "act_embed")), stats
+
+    def router_inputs(self, x_BTD: jax.Array) -> jax.Array:
+        """What the router reads, [B, T, D] in float32."""
+        return x_BTD.astype(jnp.float32)
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
         dense = lambda item, x: layers.dense(  # noqa: E731

@@ -95,6 +95,10 @@ CASES: dict[str, dict[str, Any]] = {
     | {"use_double_wide_mlp": True, "attention_k_eq_v": False},
     "gemma4_keys": dict(GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1)
     | {"layer_types": [WINDOW, WHOLE] * 3, "tie_word_embeddings": False},
+    "gemma4_moe": dict(GEMMA4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=1)
+    | {"num_hidden_layers": 4, "layer_types": [WINDOW, WHOLE, WINDOW, WHOLE], "rope_parameters": GEMMA4_ROPE}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 6}
+    | {"top_k_experts": 2, "moe_intermediate_size": 24},
     "modernbert-decoder": {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
     | dict(model_type="modernbert-decoder", num_hidden_layers=5, norm_eps=1e-4, pad_token_id=0, local_attention=9)
     | dict(attention_bias=True, mlp_bias=True, norm_bias=True, classifier_bias=True, tie_word_embeddings=True)

@@ -10,7 +10,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.models import api
-from capibara.models.api import Gemma4Config, Lora, Rope
+from capibara.models.api import Gemma4Config, Lora, Moe, Rope
 
 CONFIG = Gemma4Config(
     vocab_size=96,
@@ -33,7 +33,10 @@ CONFIG = Gemma4Config(
 KEYS = dataclasses.replace(
     CONFIG, global_values="keys", global_kv_heads=1, kv_shared_layers=0, per_layer_dim=0, mlp_dims=None
 )
-CONFIGS = [CONFIG, KEYS]
+EXPERTS = dataclasses.replace(
+    CONFIG, mlp_dims=None, moe=Moe(num_experts=4, top_k=2, expert_dim=24, shared_experts=1, shared_dim=40)
+)
+CONFIGS = [CONFIG, KEYS, EXPERTS]
 
 
 @functools.cache
@@ -112,6 +115,24 @@ def test_layers_count_flops_by_their_heads():
     assert KEYS.cached_head_counts == (2, 1)
 
 
+def test_adapters_are_of_experts_and_of_the_mlp_beside_them():
+    config = dataclasses.replace(EXPERTS, lora=Lora(rank=2, targets=("up", "shared_down")))
+    model, params = model_and_params(config)
+    before = logits_of(config)(params, batch_of())
+    for name in config.lora.targets:
+        params["layers"]["mlp"][f"{name}_lora"]["b"] += 0.05
+    changed = logits_of(config)(params, batch_of())
+    assert np.abs(changed - before).max() > 1e-4
+    merged = jax.jit(model.plain.logits)(model.merge(params), batch_of())
+    np.testing.assert_allclose(merged, changed, rtol=0, atol=2e-5)
+
+
+def test_all_layers_say_how_evenly_their_experts_are_used():
+    model, params = model_and_params(EXPERTS)
+    _, stats = jax.jit(model.hidden)(params, batch_of())
+    assert stats["load"].shape == (5, 4) and np.all(np.sum(stats["load"], axis=1) == 2 * 2 * 24)
+
+
 def test_a_smaller_copy_keeps_shared_keys_where_layers_remain():
     values = {"num_layers": 5, "embed_dim": 16}
     small = dataclasses.replace(CONFIG, **values | CONFIG.emulated(values, 0.5))
@@ -125,6 +146,9 @@ def test_a_smaller_copy_keeps_shared_keys_where_layers_remain():
         (dict(global_kv_heads=3), "num_kv_heads (3) must divide num_heads (4)"),
         (dict(per_layer_dim=-1), "per_layer_dim is -1"),
         (dict(kv_shared_layers=4), "leaves no global layer"),
+        (dict(moe=Moe(num_experts=4), mlp_dims=None), "Moe.shared_experts is 0, Gemma 4 has 1 alone"),
+        (dict(moe=Moe(num_experts=4, shared_experts=1, scale=2.0), mlp_dims=None), "Moe.scale is 2.0"),
+        (dict(moe=Moe(num_experts=4, shared_experts=1)), "Gemma4Config.mlp_dims is set"),
         (dict(norm_placement="pre"), "norm_placement is 'pre', Gemma 4 has 'sandwich' alone"),
     ],
 )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.models.architectures.shared_keys.config import SharedKeysConfig
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.kinds import LayerKind
+from capibara.models.parts.router import Moe
 
 
 class GlobalValues(enum.StrEnum):
@@ -24,15 +25,18 @@ class GlobalValues(enum.StrEnum):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(SharedKeysConfig):
-    """Sizes of a Gemma 4 decoder without experts (google/gemma-4-E2B, its text part); the rest is in SharedKeysConfig.
+    """Sizes of a Gemma 4 decoder (google/gemma-4-E2B, its text part); the rest is in SharedKeysConfig.
 
     A factor for each layer's output is in the checkpoint, and is not trained. per_layer_dim may be 0: layers have no
-    embeddings of tokens then.
+    embeddings of tokens then. With moe (google/gemma-4-26B-A4B) the MLP of a layer is a shared expert, and it and the others
+    have each a norm of their inputs and one of their outputs.
 
     Attributes:
       global_head_dim, global_kv_heads: size of a head, and key/value heads, in global layers; None: those of local ones.
       global_values: what the values of global layers are.
     """
+
+    has_experts: ClassVar[bool] = True
 
     global_head_dim: int | None = None
     global_kv_heads: int | None = None
@@ -49,6 +53,8 @@ class Gemma4Config(SharedKeysConfig):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"Gemma4Config.{name} is {value}, must be at least 1, or None: that of local layers")
+        if self.moe is not None:
+            _check_experts(self.moe, self.mlp_dims)
         if LayerKind.GLOBAL in self.kinds:
             self.attention_of(LayerKind.GLOBAL)
 
@@ -93,3 +99,16 @@ class Gemma4Config(SharedKeysConfig):
             global_head_dim=None,
             global_kv_heads=None,
         )
+
+
+_OF_EXPERTS = ("num_experts", "top_k", "expert_dim", "shared_dim", "balance_loss", "router_z_loss")
+
+
+def _check_experts(moe: Moe, mlp_dims: tuple[int, ...] | None) -> None:
+    only = Moe(shared_experts=1, **{name: getattr(moe, name) for name in _OF_EXPERTS})
+    for field in dataclasses.fields(moe):
+        value, allowed = getattr(moe, field.name), getattr(only, field.name)
+        if value != allowed:
+            raise UserError(f"Moe.{field.name} is {value!s}, Gemma 4 has {allowed!s} alone: write that")
+    if mlp_dims is not None:
+        raise UserError("Gemma4Config.mlp_dims is set, and layers with experts are alike: leave it out, or moe")

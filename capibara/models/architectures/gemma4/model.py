@@ -7,6 +7,7 @@ from flax import nnx
 
 from capibara.core import projections
 from capibara.models.architectures.gemma4.config import Gemma4Config, GlobalValues
+from capibara.models.architectures.gemma4.experts import NormedExperts
 from capibara.models.architectures.registry import model_of
 from capibara.models.architectures.shared_keys.block import Branch, LayerInputs, NormedAttention, SharedKeysBlock
 from capibara.models.architectures.shared_keys.model import SharedKeysDecoder
@@ -32,7 +33,7 @@ class KeysAsValues(NormedAttention):
 
 
 class Gemma4Block(SharedKeysBlock):
-    """Attention, an MLP and the per-layer embedding, one after the other, and a factor of what they give."""
+    """Attention, an MLP or experts and the per-layer embedding, one after the other, and a factor of what they give."""
 
     def __init__(self, config: Gemma4Config, rngs: nnx.Rngs):
         self.config = config
@@ -40,9 +41,13 @@ class Gemma4Block(SharedKeysBlock):
             as_values = kind is LayerKind.GLOBAL and config.global_values is GlobalValues.KEYS
             attention = KeysAsValues if as_values else NormedAttention
             setattr(self, config.attention_module(kind), attention(config.attention_of(kind), rngs))
-        self.mlp = MLP(config, rngs)
         self.attention_norm, self.attention_post_norm = config.make_norm(rngs), config.make_norm(rngs)
-        self.mlp_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)
+        self.mlp: MLP | NormedExperts
+        if config.moe is None:
+            self.mlp, self.mlp_norm = MLP(config, rngs), config.make_norm(rngs)
+        else:
+            self.mlp = NormedExperts(config, config.moe, rngs)
+        self.mlp_post_norm = config.make_norm(rngs)
         if config.per_layer_dim:
             self.per_layer = PerLayerInput(config, rngs)
         self.layer_scale = layers.param(rngs, (), (), layers.ones)
@@ -51,12 +56,20 @@ class Gemma4Block(SharedKeysBlock):
         with jax.named_scope("attention"):
             x_BTD = residual(x_BTD + self.attention_post_norm(attention(within(self.attention_norm(x_BTD)))))
         with jax.named_scope("mlp"):
-            y = narrowed(self.mlp, within(self.mlp_norm(x_BTD)), inputs)
+            y = self._fed_forward(x_BTD, inputs)
             x_BTD = residual(x_BTD + self.mlp_post_norm(y))
         if inputs.embedding is not None:
             with jax.named_scope("per_layer"):
                 x_BTD = residual(x_BTD + self.per_layer(x_BTD, inputs.embedding))
         return x_BTD * self.layer_scale[...].astype(x_BTD.dtype)
+
+    def _fed_forward(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """What the MLP or the experts make of the residual stream."""
+        if isinstance(self.mlp, MLP):
+            return narrowed(self.mlp, within(self.mlp_norm(x_BTD)), inputs)
+        y, stats = self.mlp(within(x_BTD), inputs.segment_ids)
+        inputs.stats.update(stats)
+        return y
 
 
 @model_of(Gemma4Config)

@@ -15,6 +15,7 @@ from capibara.kernels import rotary
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.architectures.shared_keys.config import SharedKeysConfig
 from capibara.models.cache import dense
+from capibara.models.layers.stack import Stats
 from capibara.models.parts.attention import Attention
 from capibara.models.parts.kinds import LayerKind
 from capibara.sharding import constrain
@@ -32,6 +33,8 @@ class LayerInputs(NamedTuple):
       sparsity: of its MLP.
       width: of its MLP, where layers differ; None: mlp_dim.
       training: whether this is a train step.
+      segment_ids: [B, T] document numbers; 0: padding.
+      stats: what experts say of their choice is put into it.
     """
 
     kind: LayerKind
@@ -39,6 +42,8 @@ class LayerInputs(NamedTuple):
     sparsity: float
     width: jax.Array | int | None
     training: bool
+    segment_ids: jax.Array
+    stats: Stats
 
 
 class CachedLayer(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from capibara.core.types import UserError
 from capibara.kernels.rotary import Pairs
@@ -51,7 +51,10 @@ class SharedKeysConfig(DecoderConfig):
         that is of their kind (local or global).
       mlp_dims: hidden widths of all layers where they differ (MatFormer, Devvrit et al. 2023, arXiv:2310.07707); the
         largest is mlp_dim, and narrower layers lie in as much memory, of which nothing reads the rest.
+      has_experts: whether such a decoder may have a mixture of experts.
     """
+
+    has_experts: ClassVar[bool] = False
 
     per_layer_dim: int = 256
     per_layer_vocab_size: int = 262_144
@@ -104,7 +107,6 @@ class SharedKeysConfig(DecoderConfig):
             "latent": (None,),
             "logit_scale": (1.0,),
             "mixer": (None,),
-            "moe": (None,),
             "norm_placement": (NormPlacement.SANDWICH,),
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),
@@ -114,6 +116,7 @@ class SharedKeysConfig(DecoderConfig):
             "residual_multiplier": (1.0,),
             "multipliers": (Multipliers(),),
         }
+        only |= {} if self.has_experts else {"moe": (None,)}
         class_name = type(self).__name__
         name_of_model = class_name.removesuffix("Config").replace("Gemma", "Gemma ")
         if strange := set(self.layer_pattern) - {LayerKind.GLOBAL, LayerKind.LOCAL}:

@@ -78,7 +78,7 @@ class SharedKeysDecoder(DecoderBase):
                     setattr(owner, name, nnx.Param(whole[...][:count], axes=whole.axes))
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
-        """The final hidden states [B, T, D], normalised, in the compute dtype; the layers have no statistics."""
+        """The final hidden states [B, T, D], normalised, in the compute dtype; and the layers' statistics [L, ...]."""
         if sharding.active_pipeline() is not None:
             raise UserError(
                 f"Plan.stage is above 1, and the last layers of a {type(self).__name__} read keys and values of earlier stages: "
@@ -88,10 +88,14 @@ class SharedKeysDecoder(DecoderBase):
         x, per_layer = self._entered(embedding), self._per_layer(embedding, batch["tokens"])
         of_layers = (per_layer, None if self.config.mlp_dims is None else jnp.asarray(self.config.mlp_dims, jnp.int32))
         shared: dict[LayerKind, KeysValues] = {}
+        of_segments: list[stack.Stats] = []
         for segment in self.config.segments():
-            x, stored = self._segment(segment, x, rows, of_layers, shared, remat, step, batch.get("row_positions"))
+            x, stored, stats = self._segment(
+                segment, x, rows, of_layers, shared, remat, step, batch.get("row_positions")
+            )
             shared |= stored
-        return self._normed(self._left(x)), {}
+            of_segments.append(stats)
+        return self._normed(self._left(x)), jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_segments)
 
     def _segment(
         self,
@@ -103,8 +107,8 @@ class SharedKeysDecoder(DecoderBase):
         remat: RematPolicy,
         step: jax.Array | None,
         row_positions_T: jax.Array | None,
-    ) -> tuple[jax.Array, dict[LayerKind, KeysValues]]:
-        """The streams after some layers, and the keys and values that later ones read, by kind of layer."""
+    ) -> tuple[jax.Array, dict[LayerKind, KeysValues], stack.Stats]:
+        """The streams after some layers, the keys and values that later ones read, by kind of layer, and statistics."""
         config, specs = self.config, self._kinds()
         kinds = config.kinds[segment.start : segment.stop]
 
@@ -114,24 +118,26 @@ class SharedKeysDecoder(DecoderBase):
             rows, shared = beside
             assert rows.angles is not None, "positions are rotary"
             inputs = LayerInputs(
-                kind, of_layer[0], config.sparsity(segment.start), of_layer[1], training=step is not None
-            )
+                kind, of_layer[0], config.sparsity(segment.start), of_layer[1],
+                training=step is not None, segment_ids=rows.segment_ids, stats={},
+            )  # fmt: skip
             read = shared[kind] if segment.reads else None
             x, (k, v) = block(x, inputs, read, specs[kind], rows.angles[kind], rows.segment_ids, row_positions_T)
-            return x, {f"{kind}_key": k, f"{kind}_value": v} if segment.stores else {}
+            return x, inputs.stats | ({f"{kind}_key": k, f"{kind}_value": v} if segment.stores else {})
 
         start = segment.start % len(config.layer_pattern)
         pattern = config.layer_pattern[start:] + config.layer_pattern[:start]
         loop = LayerLoop.UNROLL if segment.stores else config.layer_loop  # a scan would stack what a few layers store
         of_segment = jax.tree.map(lambda a: a[segment.start : segment.stop], of_layers)
         span, both = (segment.start, segment.stop), (rows, shared)
-        x, retained = stack.run(
+        x, results = stack.run(
             self.layers, x, both, apply, pattern, loop, remat,
             all_trained=config.lora is None and not config.untrained,
             beside=of_segment, span=span, some=config.module_layers,
         )  # fmt: skip
         stored = set(kinds) if segment.stores else set()
-        return x, {kind: (retained[f"{kind}_key"][-1], retained[f"{kind}_value"][-1]) for kind in stored}
+        retained = {kind: (results.pop(f"{kind}_key")[-1], results.pop(f"{kind}_value")[-1]) for kind in stored}
+        return x, retained, results
 
     def start_cache(
         self, batch: int, length: int, dtype: jax.typing.DTypeLike, encoder_length: int | None = None, spare: int = 0
@@ -156,7 +162,10 @@ class SharedKeysDecoder(DecoderBase):
             unmerged.attach(block, batch.get("adapters"), index)
             kind, width = config.kinds[index], None if config.mlp_dims is None else config.mlp_dims[index]
             embedding_BTP = None if per_layer is None else per_layer[index]
-            inputs = LayerInputs(kind, embedding_BTP, config.sparsity(index), width, training=False)
+            inputs = LayerInputs(
+                kind, embedding_BTP, config.sparsity(index), width,
+                training=False, segment_ids=whole["segment_ids"], stats={},
+            )  # fmt: skip
             stores_keys = index < config.kv_layers
             source = CachedLayer(cache["layers"][index]) if stores_keys else sources[kind]
             x, source = block.cached(x, inputs, source, now, specs[kind], rows.angles[kind])

@@ -1,4 +1,7 @@
-"""Gemma 4 (Google 2026): heads of two sizes, values that are keys, last layers that read earlier keys and values."""
+"""Gemma 4 (Google 2026): heads of two sizes, values that are keys, last layers that read earlier keys and values.
+
+Its mixtures have an MLP and experts side by side.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,22 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import KEYS, NO_BIAS, TANH_DEFAULT, Family, Values, typed, with_rope
-from capibara.interop.hf.layout.rows import BARE, BUFFERS, L, Names, rows, without
+from capibara.interop.hf.layout.rows import (
+    BARE,
+    BUFFERS,
+    EXPERTS,
+    L,
+    M,
+    Names,
+    Rows,
+    renamed,
+    rows,
+    shared_experts,
+    without,
+)
+from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.hf.tables import GEMMA3N
-from capibara.models.api import Gemma4Config, TransformerConfig
+from capibara.models.api import Gemma4Config, Moe, TransformerConfig
 
 _GLOBAL = "layers/global_attention/"
 _LAYOUTS = {
@@ -29,12 +45,36 @@ _ROWS = without(GEMMA3N, "altup", "laurel") + rows(
     ],
     _LAYOUTS,
 )
+# With experts: the MLP is a shared one, whose norms are its own.
+_NORMS = {
+    "pre_feedforward_layernorm": "shared_norm",
+    "post_feedforward_layernorm_1": "shared_post_norm",
+    "pre_feedforward_layernorm_2": "experts_norm",
+    "post_feedforward_layernorm_2": "experts_post_norm",
+}
+_FACTORS = {M + "router_scale": "ld", M + "expert_scale": "le"}
+_MIXTURE = (
+    without(_ROWS, ".mlp.", "pre_feedforward_layernorm")
+    + renamed(shared_experts("mlp.shared"), (".shared.", "."))
+    + rows(
+        [
+            (L + "router.proj.weight", "e d", M + "router"),
+            (L + "router.scale", "d", M + "router_scale"),
+            (L + "router.per_expert_scale", "e", M + "expert_scale"),
+            (L + "experts.gate_up_proj", "e f d", f"{M}gate {M}up", "f"),
+            (L + "experts.down_proj", "e d f", M + "down"),
+            *((f"{L}{theirs}.weight", "d", f"{M}{ours}/scale") for theirs, ours in _NORMS.items()),
+        ],
+        EXPERTS | _FACTORS | {f"{M}{ours}/scale": "ld" for ours in _NORMS.values()},
+    )
+)
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _HEAD_DIM, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"
 _BY_LAYER = "per_layer_config"
+_EXPERT_KEYS = {"num_experts": "num_experts", "top_k": "top_k_experts", "expert_dim": "moe_intermediate_size"}
 _OF_LAYER = {"head_dim": _HEAD_DIM, "num_key_value_heads": _KV_HEADS}
 
 
@@ -82,7 +122,7 @@ def _global_sizes(values: Values) -> dict[str, Any]:
 def _read(values: Values) -> dict[str, Any]:
     layers, shared, width = values["num_hidden_layers"], values["num_kv_shared_layers"], values["intermediate_size"]
     wide = bool(values["use_double_wide_mlp"] and shared)
-    return {
+    return _experts(values, wide) | {
         "mlp_dim": 2 * width if wide else width,
         "mlp_dims": (width,) * (layers - shared) + (2 * width,) * shared if wide else None,
         "per_layer_dim": values["hidden_size_per_layer_input"] or 0,
@@ -92,20 +132,47 @@ def _read(values: Values) -> dict[str, Any]:
     }
 
 
+def _experts(values: Values, wide: bool) -> dict[str, Any]:
+    """Our Moe, where layers have experts beside their MLPs.
+
+    Raises:
+      UserError: a size of experts is missing, or MLPs differ.
+    """
+    if not values["enable_moe_block"]:
+        return {}
+    if missing := [key for key in _EXPERT_KEYS.values() if values.get(key) is None]:
+        raise UserError(f"config.json has enable_moe_block = True without {missing[0]}: copy the file again")
+    if wide:
+        raise UserError(
+            "config.json has enable_moe_block = True, use_double_wide_mlp = True and num_kv_shared_layers = "
+            f"{values['num_kv_shared_layers']}, must be MLPs of one width beside experts: take another model"
+        )
+    sizes = {ours: values[theirs] for ours, theirs in _EXPERT_KEYS.items()}
+    return {"moe": Moe(**sizes, shared_experts=1, shared_dim=values["intermediate_size"])}
+
+
 def _write(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, Gemma4Config), "the family's configuration"
     wide = config.mlp_dims is not None and len(set(config.mlp_dims)) > 1
     as_values = config.global_values == "keys"
     whole = config.attention_of(config.kinds[-1])
     sizes = {"head_dim": whole.head_size} | ({"num_key_value_heads": whole.kv_heads} if as_values else {})
-    return {
-        "intermediate_size": min(config.mlp_dims or (config.mlp_dim,)),
+    moe = config.moe
+    width = config.mlp_dim if moe is None else moe.shared_dim or moe.expert_dim or config.mlp_dim
+    experts = {} if moe is None else {theirs: getattr(moe, ours) for ours, theirs in _EXPERT_KEYS.items()}
+    return experts | {
+        "enable_moe_block": moe is not None,
+        "intermediate_size": min(config.mlp_dims or (width,)),
         "use_double_wide_mlp": wide,
         "hidden_size_per_layer_input": config.per_layer_dim,
         "attention_k_eq_v": as_values,
         "sliding_window": config.window or 512,  # transformers has one for models whose layers have none
         _BY_LAYER: {str(layer): sizes for layer, kind in enumerate(config.kinds) if kind == "global"},
     }
+
+
+def _chosen(shapes: Mapping[str, Shape]) -> Rows:
+    return _MIXTURE if M + "router" in shapes else _ROWS
 
 
 FAMILIES = (
@@ -119,7 +186,7 @@ FAMILIES = (
             rope_by_layer=True,
             old_rope=False,
             read_keys=(_BY_LAYER, _HEAD_DIM, _KV_HEADS, "use_double_wide_mlp", "attention_k_eq_v")
-            + ("hidden_size_per_layer_input",),
+            + ("hidden_size_per_layer_input", *_EXPERT_KEYS.values()),
             fixed={
                 "embedding_scale": "sqrt_dim",
                 "norm_placement": "sandwich",
@@ -131,8 +198,8 @@ FAMILIES = (
             | {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30}
             | {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 512}
             | {"vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
-            | {"attention_k_eq_v": False, "use_double_wide_mlp": False, _HEAD_DIM: 512},
-            only=NO_BIAS | {"use_bidirectional_attention": (None, "vision"), "enable_moe_block": (False, None)},
+            | {"attention_k_eq_v": False, "use_double_wide_mlp": False, _HEAD_DIM: 512, "enable_moe_block": False},
+            only=NO_BIAS | {"use_bidirectional_attention": (None, "vision")},
             tied=True,
             activation="hidden_activation",
             window="types",
@@ -145,6 +212,7 @@ FAMILIES = (
             _ROWS,
             (BARE, (r"^(?=(?:embed_tokens_per_layer|per_layer_)[a-z_.]*)", "model.")),
             BUFFERS,
+            chosen=_chosen,
         ),
     ),
 )
