@@ -59,7 +59,7 @@ from capibara.models.mtp.config import Mtp, MtpMlp
 from capibara.models.parts import moe
 from capibara.models.parts.config import GATES, ComputeDtype, Head, TransformerConfig, longest_encoded, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
-from capibara.models.parts.kinds import LayerKind
+from capibara.models.parts.kinds import LayerKind, LocalHeads
 from capibara.models.parts.latent_sizes import Indexer, LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.models.parts.multipliers import Multipliers
@@ -89,6 +89,7 @@ __all__ = [
     "LatentAttention",
     "LayerKind",
     "Lightning",
+    "LocalHeads",
     "Lora",
     "Mamba",
     "Mamba2",

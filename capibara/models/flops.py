@@ -106,7 +106,7 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
             encodes = cast(_Encodes, config)
             encoder_keys = both(encodes.encoder_window, encoder_length) if encoder_length else 0
             return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * encoder_keys
-    usual = config.head_size + config.value_size
+    usual = config.num_heads * (config.head_size + config.value_size)
     of_layers = zip(config.windows, config.attended_sizes, strict=True)
     ahead = sum(map(causal, config.mtp_windows))
     return ahead + sum(causal(window) * size / usual for window, size in of_layers), 0

@@ -262,6 +262,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
             del moe["group_score"]
         width = moe["expert_dim"] if config.moe.shared_dim is None else config.moe.shared_dim
         moe["shared_width"] = width * config.moe.shared_experts
+    if isinstance(config, DecoderConfig):
+        fields["value_dim"] = config.value_size
     if isinstance(config, EncoderDecoderConfig):
         fields["num_encoder_layers"] = config.encoder_layers
         if config.head != "tied":
@@ -285,7 +287,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 _MOE_FIELDS = (
     "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups",
     "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
-    "combination", "output_norm",
+    "combination", "output_norm", "logit_cap",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,

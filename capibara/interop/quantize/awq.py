@@ -92,7 +92,7 @@ def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
 
     The output of an activation without a gate cannot be scaled in advance.
     """
-    heads, size, embed = config.num_heads, config.head_size, np.arange(config.embed_dim)
+    heads, size, embed = config.num_heads, config.value_size, np.arange(config.embed_dim)
     values = np.arange(config.kv_heads * size).reshape(config.kv_heads, size)
     result = {"attention/query": embed, "mlp/up": embed} if _has_pre_norm(config) else {}
     normed = str(config.inner_norm) != "none"  # between what makes these inputs and what reads them

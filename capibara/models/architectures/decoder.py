@@ -19,6 +19,7 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
+from capibara.models.architectures.heads_by_kind import HeadsByKind
 from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense, paged, streaming
 from capibara.models.layers import dropout, layers, stack
@@ -82,8 +83,8 @@ class GrowthLayers(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(Transformed, Patterned, Predicted):
-    """Sizes and variants of a decoder; see also TransformerConfig.
+class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
+    """Sizes and variants of a decoder; see also TransformerConfig and HeadsByKind.
 
     Attributes:
       positions, rope: rotary (configured by `rope`), learned, sinusoidal (sines and cosines that are added to the
@@ -174,6 +175,7 @@ class DecoderConfig(Transformed, Patterned, Predicted):
         self._check_blocks()
         self._check_mixer()
         _check_ends(self)
+        self.check_heads()
         if self.streaming is not None:
             _check_streaming(self, self.streaming)
         mtp_config.check(self, DecoderConfig)
@@ -182,9 +184,10 @@ class DecoderConfig(Transformed, Patterned, Predicted):
                 f"DecoderConfig.head_dim ({self.head_size}) must be even for rotary positions: "
                 f"try {max(2, self.head_size - 1)}"
             )
-        if self.positions is Positions.ROPE and not self.rope.rotated_dims(self.rotary_size):
+        rotated = [self.rope.rotated_dims(self.rotary_size, local=local) for local in (False, True)]
+        if self.positions is Positions.ROPE and not min(rotated):
             raise UserError(
-                f"Rope.fraction ({self.rope.fraction}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
+                f"Rope.{'local_' * (rotated[0] > 0)}fraction of head_dim ({self.head_size}) must be at least 2 dimensions, or "
                 "nothing is rotated: try 0.25, or DecoderConfig.positions = 'none'"
             )
         if self.positions is Positions.ROPE:

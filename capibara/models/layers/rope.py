@@ -60,6 +60,7 @@ class Rope:
       theta: base of the wavelengths.
       local_theta: theta of layers with a window, which are never scaled; None: the same theta.
       fraction: share of head_dim that is rotated, from its start (GPT-NeoX: 0.25); with proportional scaling of its pairs.
+      local_fraction: that share in layers with a window, which have a local_theta; None: the same share.
       pairs: which of these dimensions are rotated together.
       scaling, factor: how frequencies are changed, and by what multiple the context grows.
       original_length: row length in pre-training; required by every scaling but linear and proportional.
@@ -77,6 +78,7 @@ class Rope:
     theta: float = 10_000.0
     local_theta: float | None = None
     fraction: float = 1.0
+    local_fraction: float | None = None
     pairs: Pairs = Pairs.HALVES
     scaling: RopeScaling = RopeScaling.NONE
     factor: float = 1.0
@@ -96,8 +98,14 @@ class Rope:
             if value is not None and not 0 < value < math.inf:
                 usual = 1.0 if name == "factor" else 10_000.0
                 raise UserError(f"Rope.{name} is {value}, must be finite and above 0: try {usual}")
-        if not 0 < self.fraction <= 1:
-            raise UserError(f"Rope.fraction is {self.fraction}, must be above 0 and at most 1")
+        for name in ("fraction", "local_fraction"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise UserError(f"Rope.{name} is {value}, must be above 0 and at most 1")
+        if self.local_fraction is not None and self.local_theta is None:
+            raise UserError(
+                f"Rope.local_fraction ({self.local_fraction}) is for layers with a local_theta, which is None: set it, too"
+            )
         if self.scaling not in (RopeScaling.NONE, RopeScaling.PROPORTIONAL) and self.factor <= 1:
             raise UserError(f"Rope.factor ({self.factor}) must be above 1 with {self.scaling} scaling: try 8.0")
         unstretched = (RopeScaling.NONE, RopeScaling.LINEAR, RopeScaling.PROPORTIONAL)
@@ -136,8 +144,10 @@ class Rope:
                     f"Rope.{name} has {len(getattr(self, name))} numbers, {'must be ' * bool(frequencies)}{of}"
                 )
 
-    def rotated_dims(self, head_dim: int) -> int:
-        """Number of a head's dimensions that are rotated; even."""
+    def rotated_dims(self, head_dim: int, *, local: bool = False) -> int:
+        """Number of a head's dimensions that are rotated; even. `local`: in layers with a window."""
+        if local and self.local_fraction is not None:
+            return int(head_dim * self.local_fraction) // 2 * 2
         if self.scaling is RopeScaling.PROPORTIONAL:
             return head_dim // 2 * 2
         return int(head_dim * self.fraction) // 2 * 2
@@ -150,7 +160,7 @@ class Rope:
           local: whether for layers with a window.
           length: row length in tokens; None: at most original_length.
         """
-        dims = self.rotated_dims(head_dim)
+        dims = self.rotated_dims(head_dim, local=local)
         theta = self.local_theta if local and self.local_theta is not None else self.theta
         base = theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
         long = self.original_length is not None and length is not None and length > self.original_length

@@ -29,22 +29,23 @@ class Attention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
+        V = config.value_size
         self.config = config
         # Whatever the scale of the scores (T5 has none), they start with variance 1.
         scale = H**-0.5 if config.attention_scale is None else config.attention_scale
         self.query = layers.projection(rngs, projections.QUERY, (D, N, H), 1.0 / (H * scale**2))
         self.key = layers.projection(rngs, projections.KEY, (D, K, H))
-        self.value = layers.projection(rngs, projections.VALUE, (D, K, H))
+        self.value = layers.projection(rngs, projections.VALUE, (D, K, V))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
-        self.out = layers.projection(rngs, projections.OUT, (N, H, D), 0.5 / config.depth)
+        self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.depth)
         if config.attention_gate.of_heads:
             self.head_gate = layers.projection(rngs, projections.HEAD_GATE, (D, N))
         elif config.attention_gate is not AttentionGate.NONE:
-            self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, H))
+            self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, V))
         if config.bias.of_heads:
             self.query_bias = layers.param(rngs, (N, H), projections.QUERY.out_axes, layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), projections.KEY.out_axes, layers.zeros)
-            self.value_bias = layers.param(rngs, (K, H), projections.VALUE.out_axes, layers.zeros)
+            self.value_bias = layers.param(rngs, (K, V), projections.VALUE.out_axes, layers.zeros)
         if config.bias.of_out:
             self.out_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         if config.attention_sinks is layers.AttentionSinks.HEAD:
@@ -56,7 +57,7 @@ class Attention(nnx.Module):
             )
         if config.inner_norm is not InnerNorm.NONE:
             norm = functools.partial(layers.Norm, kind=config.norm, eps=config.norm_eps, scale=config.norm_scale)
-            self.out_norm = norm((N, H), rngs=rngs, axes=projections.QUERY.out_axes, whole=True)
+            self.out_norm = norm((N, V), rngs=rngs, axes=projections.QUERY.out_axes, whole=True)
 
     def __call__(
         self,
@@ -169,7 +170,7 @@ class Attention(nnx.Module):
         return self.sinks[...].astype(jnp.float32)
 
     def _output(self, y: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        y = constrain(y, ("batch", "act_time", "act_heads", None))
+        y = constrain(y[..., : self.config.value_size], ("batch", "act_time", "act_heads", None))
         gate = self.config.attention_gate
         if gate.of_heads:
             y = y * gate(self._dense(projections.HEAD_GATE, x_BTD))[..., None]
@@ -206,6 +207,8 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if query_scale_BT is not None:
             q = q * query_scale_BT[:, :, None, None].astype(q.dtype)
+        if narrower := config.head_size - config.value_size:  # back ends and caches have one size of heads
+            v = jnp.pad(v, ((0, 0),) * 3 + ((0, narrower),))
         return q, k, v
 
     def _projections(self, x_BTD: jax.Array, y_BSD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -390,9 +390,9 @@ class TransformerConfig(Layers):
 
     @property
     def attended_sizes(self) -> tuple[int, ...]:
-        """For each layer, the sizes of a head's queries and values together: a query is multiplied with so much of a key."""
+        """For each layer, the sizes of all heads' queries and values together, that meet each key."""
         configs = [self.attention_of(kind) for kind in self.kinds]
-        return tuple(of_layer.head_size + of_layer.value_size for of_layer in configs)
+        return tuple(of_layer.num_heads * (of_layer.head_size + of_layer.value_size) for of_layer in configs)
 
     @property
     def unplanned(self) -> str | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 
 import jax
 
+from capibara.config import configurable
+from capibara.core.types import UserError
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.models.layers.layers import AttentionSinks
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.router import Moe
 from capibara.models.parts.streaming import StreamingHeads
@@ -44,6 +48,27 @@ class LayerKind(enum.StrEnum):
         """The modules of the layer's first branch."""
         there = {"attention": self.attends, "mixer": self.mixes, "mlp": self is LayerKind.FEED_FORWARD}
         return tuple(module for module, is_there in there.items() if is_there)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalHeads:
+    """What attention of local layers has in place of what the others have (MiMo-V2-Flash, Laguna).
+
+    Attributes:
+      num_heads, num_kv_heads: query heads, key/value heads; None: as many as the others.
+      attention_sinks: whether their heads have sinks.
+    """
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    attention_sinks: AttentionSinks = AttentionSinks.NONE
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"LocalHeads.{name} is {value}, must be at least 1, or None: that of the other layers")
 
 
 class Layers:
@@ -106,7 +131,8 @@ class Layers:
         numbers: dict[str, list[int]] = {}
         for layer, kind in enumerate(self.kinds):
             for module in kind.modules:
-                numbers.setdefault(module, []).append(layer)
+                name = self.attention_module(kind) if module == "attention" else module
+                numbers.setdefault(name, []).append(layer)
         some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
         if dense := self.dense_layers:
             some |= {"first_mlp": dense, "mlp": tuple(n for n in range(self.num_layers) if n not in dense)}
@@ -114,6 +140,10 @@ class Layers:
             some |= {f"{branch}_norm": tuple(numbers["mixer"]) for branch in ("attention", "mlp")}
             some |= {f"{branch}_post_norm": tuple(numbers["attention"]) for branch in ("attention", "mlp")}
         return some
+
+    def attention_module(self, kind: LayerKind) -> str:
+        """The module with the attention of a layer of this kind."""
+        return "attention"
 
     @property
     def mixed_norms(self) -> bool:

@@ -131,6 +131,8 @@ class MoeMLP(nnx.Module):
                 logits = router_lora(x32_BTD, logits, self.router[...])
         if moe.bias is MoeBias.ALL:
             logits = logits + self.router_bias[...]
+        if moe.logit_cap is not None:
+            logits = moe.logit_cap * jnp.tanh(logits / moe.logit_cap)
         logits = constrain(logits, ("batch", "act_time", None))
         real_BT = segment_ids_BT > 0
         hint = router.hint_of(moe, domains_BT, step)

@@ -192,6 +192,7 @@ class Moe:
       capacity_factor: an expert's capacity in a row of T tokens is ceil(T * top_k * capacity_factor / num_experts);
         used with dispatch "capacity" and expert choice.
       routing: whether tokens or experts choose.
+      logit_cap: the router's logits become cap * tanh(logits / cap) (Laguna); None: no cap.
       score, gates: how the weights of a token's experts are computed.
       closeness: for gates "close": the largest distance of close logits, relative to the logit or to the chosen one.
       weighted: whether gates multiply the experts' outputs or inputs.
@@ -219,6 +220,7 @@ class Moe:
     dispatch: Dispatch = Dispatch.DROPLESS
     capacity_factor: float = 1.25
     routing: Routing = Routing.TOKEN_CHOICE
+    logit_cap: float | None = None
     score: Score = Score.SOFTMAX
     gates: Gates = Gates.NORMALIZED
     closeness: float = 0.02
@@ -265,6 +267,8 @@ class Moe:
                     )
 
     def _check_choice(self) -> None:
+        if self.logit_cap is not None and not 0 < self.logit_cap < math.inf:
+            raise UserError(f"Moe.logit_cap is {self.logit_cap}, must be finite and above 0, or None: no cap")
         if not 0 < self.scale < math.inf:
             raise UserError(f"Moe.scale is {self.scale}, must be finite and above 0: try 1.0")
         if not 0 <= self.gate_offset < math.inf or (self.gate_offset and self.gates is not Gates.NORMALIZED):

@@ -182,12 +182,14 @@ class Block(nnx.Module):
       relative_bias: the layer's own relative positions; None: it has none of its own.
     """
 
+    attention: Attention | Latent
     relative_bias: RelativeBias | None = None
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
-        if any(kind.attends for kind in config.kinds):
-            self.attention = Attention(config, rngs) if config.latent is None else Latent(config, config.latent, rngs)
+        for kind in dict.fromkeys(kind for kind in config.kinds if kind.attends):
+            if not hasattr(self, module := config.attention_module(kind)):
+                setattr(self, module, _attention(config.attention_of(kind), rngs))
         if config.mixer is not None:
             self.mixer = config.mixer.make(config, rngs)
         if not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
@@ -232,7 +234,7 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
     ) -> jax.Array:
         """What attention makes of its input [B, T, D]."""
-        attend: Callable[..., jax.Array] = self.attention
+        attend: Callable[..., jax.Array] = _attention_of(self, layer_kind)
         if (share_K := shared.share_of(layer_kind)) is not None:
             if shared.row_positions is not None:
                 raise UserError(
@@ -271,7 +273,7 @@ class Block(nnx.Module):
             options["streaming"] = streaming
 
         def attended(x: jax.Array) -> jax.Array:
-            y, new = self.attention.cached(
+            y, new = _attention_of(self, layer_kind).cached(
                 x, layer, now, kind=kind, angles=None if rows.angles is None else rows.angles.get(layer_kind),
                 bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
                 query_scale_BT=rows.scale_of(layer_kind), **options,
@@ -376,6 +378,16 @@ class Block(nnx.Module):
             return y
 
 
+def _attention_of(block: Block, kind: LayerKind) -> Attention | Latent:
+    module = getattr(block, block.config.attention_module(kind))
+    assert isinstance(module, Attention | Latent), "the block makes it"
+    return module
+
+
+def _attention(config: TransformerConfig, rngs: nnx.Rngs) -> Attention | Latent:
+    return Attention(config, rngs) if config.latent is None else Latent(config, config.latent, rngs)
+
+
 def residual(x_BTD: jax.Array) -> jax.Array:
     """Shards the residual stream between blocks."""
     return constrain(x_BTD, ("batch", "act_residual", "act_embed"))
@@ -391,10 +403,8 @@ def rotary(
 ) -> dict[LayerKind, Angles]:
     """Rotary angles for each kind of rotated layer; equal ones share a table. `length` is as in `rope.angles`."""
     rotated = {kind for kind in kinds if kind.attends} - {LayerKind.UNROTATED}
-    table_of = {
-        kind: (kind is LayerKind.LOCAL and rope.local_theta is not None, config.attention_of(kind).rotary_size)
-        for kind in rotated
-    }
+    differs = rope.local_theta is not None or rope.local_fraction is not None
+    table_of = {kind: (kind is LayerKind.LOCAL and differs, config.attention_of(kind).rotary_size) for kind in rotated}
     tables = {
         (local, size): angles(positions_BT, rope, size, local=local, length=length)
         for local, size in set(table_of.values())

@@ -23,6 +23,9 @@ WHOLE, WINDOW = "full_attention", "sliding_attention"
 LONG = rope("longrope", 500.0, short_factor=[1.0, 1.1, 1.5, 2.0], long_factor=[1.0, 2.0, 4.0, 8.0])
 LONG |= dict(short_mscale=1.2, long_mscale=1.2, original_max_position_embeddings=16)
 
+HALVES = ((WHOLE, 500.0, 0.5), (WINDOW, 100.0, 0.25))
+LAGUNA_YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5)
+
 CASES: dict[str, dict[str, Any]] = {
     "llama4": dict(RMS, model_type="llama4_text", head_dim=16, num_hidden_layers=5, attention_bias=True)
     | dict(no_rope_layers=[1, 1, 0, 1, 0], layer_types=None, attention_chunk_size=7, floor_scale=4, attn_scale=0.5)
@@ -143,6 +146,24 @@ CASES: dict[str, dict[str, Any]] = {
     | {"num_experts_per_tok": 2, "shared_intermediate_size": 40, "attention_bias": True, "sliding_window": 5}
     | {"layer_types": [WHOLE, WINDOW, WINDOW, WHOLE], "layer_rope_theta": [500.0, 100.0, 100.0, 0.0]}
     | {"rope_parameters": rope(theta=500.0)},
+    "mimo_v2_flash": dict(RMS, model_type="mimo_v2_flash", num_key_value_heads=1, head_dim=16, v_head_dim=12)
+    | DEEPSEEK
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": [WHOLE, WINDOW, WINDOW, WHOLE],
+        "sliding_window": 6,
+        "attention_bias": True,
+    }
+    | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "attention_value_scale": 0.6}
+    | {"rope_parameters": {kind: rope(theta=theta, partial_rotary_factor=share) for kind, theta, share in HALVES}},
+    "laguna": dict(RMS, model_type="laguna", num_hidden_layers=4, head_dim=12, sliding_window=6, attention_bias=True)
+    | {"layer_types": [WHOLE, WINDOW, WINDOW, WINDOW], "num_attention_heads_per_layer": [4, 6, 6, 6]}
+    | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts": 6, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "moe_routed_scaling_factor": 1.5}
+    | {"moe_router_logit_softcapping": 0.8}
+    | {"rope_parameters": {WHOLE: LAGUNA_YARN, WINDOW: rope(theta=100.0, partial_rotary_factor=1.0)}},
+    "laguna_elements": dict(RMS, model_type="laguna", num_hidden_layers=3, head_dim=16, gating="per-element")
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
     "axk1": dict(RMS, model_type="axk1", mlp_layer_types=["dense", "sparse", "sparse"])
     | DEEPSEEK
     | LATENT

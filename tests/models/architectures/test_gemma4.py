@@ -111,7 +111,7 @@ def test_adapters_are_of_both_kinds_of_attention():
 
 def test_layers_count_flops_by_their_heads():
     wider = dataclasses.replace(KEYS, global_head_dim=None, global_kv_heads=2)
-    assert set(KEYS.attended_sizes) == {24, 32} and set(wider.attended_sizes) == {24}
+    assert set(KEYS.attended_sizes) == {96, 128} and set(wider.attended_sizes) == {96}
     assert KEYS.cached_head_counts == (2, 1)
 
 

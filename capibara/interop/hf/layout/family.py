@@ -150,6 +150,30 @@ def with_rope(values: Values, rope: Values) -> Values:
     return {**values, "rope_parameters": dict(rope)}
 
 
+def rope_by_kind(values: Values, usual: Values, *needed: str) -> Values:
+    """The values with an object of rotary positions for each of layer_types.
+
+    Args:
+      values: of config.json.
+      usual: those objects where the file has none.
+      needed: keys that each of them must have.
+
+    Raises:
+      UserError: a kind of layers has no such object.
+    """
+    rope = values.get("rope_parameters")
+    if rope is None:
+        return {**values, "rope_parameters": dict(usual)}
+    objects = [rope.get(kind) for kind in values.get("layer_types") or ()]
+    if not all(isinstance(of_kind, Mapping) and of_kind.keys() >= {*needed} for of_kind in objects):
+        with_keys = f" with {' and '.join(needed)}" if needed else ""
+        raise UserError(
+            f"config.json of a {values['model_type']} has rope_parameters without an object for each of layer_types{with_keys}: "
+            "copy the file again"
+        )
+    return values
+
+
 def typed(values: Values, is_full: Callable[[int], bool]) -> Values:
     """The values with layer_types, for which `is_full` says what layers have no window where the file does not."""
     if values.get("layer_types") is not None:

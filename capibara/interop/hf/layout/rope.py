@@ -66,6 +66,8 @@ def read(values: Values, family: Family) -> dict[str, Any]:
         rope["pairs"] = pairs
     if "rope_theta" in local:
         rope["local_theta"] = local["rope_theta"]
+    if family.rope_by_layer and family.partial:
+        rope["local_fraction"] = _fraction(values, family, local, "default")
     if kind == "yarn" and not full.get("truncate", True):
         rope["yarn_bounds"] = "exact"
     rope["scaling"] = _SCALINGS[kind]
@@ -242,6 +244,9 @@ def _write(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, A
         return written | {"rope_parameters": full}
     local_theta = rope.theta if rope.local_theta is None else rope.local_theta
     local = {"rope_type": "default", "rope_theta": local_theta}
+    if family.partial:
+        full["partial_rotary_factor"] = rope.fraction
+        local["partial_rotary_factor"] = rope.fraction if rope.local_fraction is None else rope.local_fraction
     written |= {"rope_local_base_freq": local_theta}
     return written | {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 

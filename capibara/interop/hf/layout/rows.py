@@ -30,6 +30,7 @@ _LAYER = {
     },
     "attention/sinks": "ln",
 }
+_LOCAL = {f"local_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention/")}
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
 _LAYOUTS = {
     **dict.fromkeys(("embedding", "output"), "vd"),
@@ -42,7 +43,7 @@ _LAYOUTS = {
     "score": "d",
     **{f"{name}_norm/{part}": "d" for name in ("final", "embedding", "transform") for part in ("scale", "bias")},
     "transform_bias": "d",
-    **{f"layers/{path}": layout for path, layout in _LAYER.items()},
+    **{f"layers/{path}": layout for path, layout in (_LAYER | _LOCAL).items()},
     **{
         f"{side}/layers/{path}": layout for side in ("encoder", "decoder") for path, layout in (_LAYER | _CROSS).items()
     },
@@ -134,6 +135,16 @@ def norm(name: str, ours: str, dim: str = "d") -> list[tuple[str, ...]]:
 def without(rows: Rows, *words: str) -> Rows:
     """The rows whose tensors have none of these words in their names."""
     return tuple(row for row in rows if not any(word in row.name for word in words))
+
+
+def with_local_heads(rows: Rows) -> Rows:
+    """The rows, and those of the attention of local layers whose heads are others."""
+    local = [
+        dataclasses.replace(row, ours=tuple(path.replace(A, "layers/local_attention/") for path in row.ours))
+        for row in rows
+        if all(path.startswith(A) for path in row.ours)
+    ]
+    return (*rows, *local)
 
 
 def renamed(rows: Rows, *pairs: tuple[str, str]) -> Rows:

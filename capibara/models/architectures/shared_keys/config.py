@@ -105,6 +105,7 @@ class SharedKeysConfig(DecoderConfig):
             "inner_norm": (InnerNorm.NONE,),
             "inputs_attention": ("causal",),
             "latent": (None,),
+            "local_heads": (None,),
             "logit_scale": (1.0,),
             "mixer": (None,),
             "norm_placement": (NormPlacement.SANDWICH,),
@@ -112,6 +113,7 @@ class SharedKeysConfig(DecoderConfig):
             "qk_norm": (QKNorm.HEAD,),
             "query_growth": (0.0,),
             "window_kind": ("sliding",),
+            "value_dim": (None,),
             "residual": (Residual.SEQUENTIAL,),
             "residual_multiplier": (1.0,),
             "multipliers": (Multipliers(),),
@@ -175,10 +177,6 @@ class SharedKeysConfig(DecoderConfig):
         """As many layers without keys and values of their own as leave a whole pattern before them."""
         spare = values["num_layers"] - len(self.layer_pattern)
         return {"kv_shared_layers": max(0, min(self.kv_shared_layers, spare)), "mlp_dims": None}
-
-    def attention_module(self, kind: LayerKind) -> str:
-        """The module with the attention of a layer of this kind."""
-        return "attention"
 
     def sparsity(self, layer: int) -> float:
         """Of a layer's MLP, the share of hidden units that it zeroes."""

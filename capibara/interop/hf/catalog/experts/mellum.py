@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from capibara.core.types import UserError
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, typed
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, rope_by_kind, typed
 from capibara.interop.hf.layout.rows import LLAMA_LIKE, Names
 from capibara.interop.hf.tables import QWEN3_MOE
 
@@ -17,12 +17,7 @@ def _prepare(values: Values) -> Values:
             raise UserError(
                 f"config.json has mlp_layer_types {kind!r}, must be 'sparse' for all layers: take another model"
             )
-    rope = values.get("rope_parameters")
-    if rope is not None and not all(isinstance(rope.get(kind), dict) for kind in values.get("layer_types") or ()):
-        raise UserError(
-            "config.json of a mellum has rope_parameters without an object for each of layer_types: copy the file again"
-        )
-    return typed(values if rope is not None else {**values, "rope_parameters": _ROPE}, lambda _: True)
+    return typed(rope_by_kind(values, _ROPE), lambda _: True)
 
 
 FAMILIES = (
