@@ -161,6 +161,7 @@ from capibara.models.mixers.rg_lru import RgLru as RgLru
 from capibara.models.mixers.short_conv import ShortConv as ShortConv
 from capibara.models.mtp.config import Mtp as Mtp
 from capibara.models.parts.disentangled import Disentangled as Disentangled
+from capibara.models.parts.kinds import BlockIndexer as BlockIndexer
 from capibara.models.parts.kinds import LocalHeads as LocalHeads
 from capibara.models.parts.latent_sizes import Indexer as Indexer
 from capibara.models.parts.latent_sizes import LatentAttention as LatentAttention

@@ -122,6 +122,12 @@ INDEX_KEY, INDEX_WEIGHT = (
     for name in ("index_key", "index_weight")
 )
 
+# Of block-sparse attention: they choose blocks of keys.
+BLOCK_QUERY = Projection(
+    part="attention", name="block_query", axes=("embed", None, None), reads="query", adaptable=False
+)
+BLOCK_KEY = dataclasses.replace(BLOCK_QUERY, name="block_key", axes=("embed", None))
+
 UP = Projection(part="mlp", name="up", axes=("embed", "mlp"), result="mlp_up", quantizable=True)
 GATE = dataclasses.replace(UP, name="gate", reads="up", result="mlp_gate")
 # The last product of a layer: the backward pass does not read its result again.
@@ -187,7 +193,7 @@ ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
-INDEX = (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT)
+INDEX = (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT, BLOCK_QUERY, BLOCK_KEY)
 LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
 CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)

@@ -380,31 +380,44 @@ class NamedTensors:
 
     def dtype(self, name: str) -> str:
         """Dtype of the stored tensor, as in ForeignModel."""
-        return self._foreign.dtype(self._stored_name(name))
+        if self._as_stored:
+            return self._foreign.dtype(self._stored[name])
+        row, at = self._places[name]
+        source = self._sources(row)[0]
+        deeper = (0,) * (len(source.numbered) - len(at))
+        return self._foreign.dtype(self._stored[source.named((*at, *deeper))])
 
     def read(self, name: str) -> np.ndarray:
         """A tensor on the host."""
-        held = self._stored_name(name)
         if self._as_stored:
-            return finite.check(held, self._foreign.read(held))
-        # A layer's experts in one tensor are split.
-        if held != self._last[0]:
-            self._last = held, finite.check(held, self._foreign.read(held))
+            return finite.check(self._stored[name], self._foreign.read(self._stored[name]))
         row, at = self._places[name]
-        source = self._source(row)
-        parts = source.split(self._last[1], self._shapes)
-        return row.join({path: parts[path][at[len(source.numbered) :]] for path in row.ours}, self._shapes)
+        parts: dict[str, np.ndarray] = {}
+        for source in self._sources(row):
+            parts |= self._parts(source, at)
+        return row.join({path: parts[path] for path in row.ours}, self._shapes)
 
-    def _stored_name(self, name: str) -> str:
-        if self._as_stored:
-            return self._stored[name]
-        row, at = self._places[name]
-        source = self._source(row)
-        return self._stored[source.named(at)]
+    def _sources(self, row: Tensor) -> list[Tensor]:
+        """The rows of the stored tensors that hold the same parameters."""
+        return [other for other in self._rows if set(other.ours) & set(row.ours)]
 
-    def _source(self, row: Tensor) -> Tensor:
-        """The row of the stored tensors that holds the same parameters."""
-        return next(other for other in self._rows if set(other.ours) & set(row.ours))
+    def _parts(self, source: Tensor, at: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """What stored tensors hold of parameters at these numbers; a layer's experts may be one of them, or several."""
+        depth = len(source.numbered)
+        if depth <= len(at):
+            return {path: part[at[depth:]] for path, part in self._split(source, at[:depth]).items()}
+        extent = self._shapes[source.ours[0]][len(at) : depth]
+        each = [self._split(source, (*at, *inner)) for inner in np.ndindex(*extent)]
+        return {
+            path: np.stack([parts[path] for parts in each]).reshape(*extent, *each[0][path].shape)
+            for path in source.ours
+        }
+
+    def _split(self, source: Tensor, at: tuple[int, ...]) -> dict[str, np.ndarray]:
+        stored = self._stored[source.named(at)]
+        if stored != self._last[0]:
+            self._last = stored, finite.check(stored, self._foreign.read(stored))
+        return source.split(self._last[1], self._shapes)
 
 
 def stored_dtype(foreign: ForeignModel) -> str:

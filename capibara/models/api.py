@@ -59,7 +59,7 @@ from capibara.models.mtp.config import Mtp, MtpMlp
 from capibara.models.parts import moe
 from capibara.models.parts.config import GATES, ComputeDtype, Head, TransformerConfig, longest_encoded, trains
 from capibara.models.parts.disentangled import Disentangled, Distances, TableNorm, Terms
-from capibara.models.parts.kinds import LayerKind, LocalHeads
+from capibara.models.parts.kinds import BlockIndexer, LayerKind, LocalHeads
 from capibara.models.parts.latent_sizes import Indexer, LatentAttention
 from capibara.models.parts.moe import Moe
 from capibara.models.parts.multipliers import Multipliers
@@ -72,6 +72,7 @@ __all__ = [
     "BatchAdapters",
     "Cache",
     "ComputeDtype",
+    "BlockIndexer",
     "DecoderConfig",
     "GATES",
     "Disentangled",
@@ -427,7 +428,7 @@ def build(config: TransformerConfig) -> Model:
         result = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
         return result if own is None else _checked_head(result, own, (config.vocab_size, config.embed_dim))
 
-    alike = not config.module_layers and config.streaming is None
+    alike = not config.module_layers and config.streaming is None and config.block_sizes is None
     begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and alike else (None, None)
     read, empty_cache = _generating(bind, config.module_layers) if hasattr(make, "read") else (None, None)
     return Model(

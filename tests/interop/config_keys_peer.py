@@ -36,12 +36,9 @@ import answers  # noqa: E402
 import config_keys  # noqa: E402
 import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
-import expert_families  # noqa: E402
-import hybrid_families  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
-import wrapped_families  # noqa: E402
 from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
@@ -55,7 +52,6 @@ SEEING = dict(
     mm_tokens_per_image=4,
 )
 WINDOW = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
-MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "mellum")
 # The richest configuration of each family.
 FAMILIES = {
     **{name: make.CASES[name] for name in ("gpt2", "gpt_neox", "mistral", "gemma", "gemma2", "gemma3n", "phi3")},
@@ -403,14 +399,10 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-_OTHERS = (*hybrid_families.CASES.values(), *wrapped_families.CASES.values())
-_OTHER_MIXTURES = {case["model_type"] for case in _OTHERS if case.get("text_config", case).get("num_experts_per_tok")}
-
-
 def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarray:
     """The logits of the model that transformers loads of a folder."""
-    mixture = model_type in MIXTURES or model_type in expert_families.CASES or model_type in _OTHER_MIXTURES
-    eager = {"experts_implementation": "eager"} if mixture else {}  # it supports float64
+    of_encoder = model_type in ("bert", *encoder_families.TYPES)
+    eager = {} if of_encoder else {"experts_implementation": "eager"}  # it supports float64
     how = IMPLEMENTATIONS.get(model_type, "eager")
     model, info = kind_of(model_type).from_pretrained(
         folder, dtype=dtype, attn_implementation=how, output_loading_info=True, **eager

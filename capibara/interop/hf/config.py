@@ -296,7 +296,7 @@ _CLASSES = {
 }
 
 
-WHOLE = {"global", "hybrid"}  # layers with the rotary positions of the whole row
+WHOLE = {"global", "hybrid", "sparse"}  # layers with the rotary positions of the whole row
 _ROTATED = {True: LayerKind.LOCAL, False: LayerKind.GLOBAL}
 
 

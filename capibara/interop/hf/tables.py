@@ -321,7 +321,7 @@ def of(
     shapes: Mapping[str, Shape],
     layers: tree.LayersOf,
     *,
-    fused_experts: bool = False,
+    fused_experts: bool | None = None,
     fused_mtp: bool = False,
 ) -> Rows:
     """The rows of an architecture's table that a model uses.
@@ -330,12 +330,13 @@ def of(
       model_type: a key of NAMES.
       shapes: of our parameters, by name.
       layers: TransformerConfig.module_layers.
-      fused_experts: whether a layer's experts are one tensor, as transformers 5 stores them in memory.
+      fused_experts: whether a layer's experts are one tensor, as transformers 5 stores them in memory; None: as it writes them.
       fused_mtp: the same for the modules that predict further tokens.
     """
-    rows, chosen = NAMES[model_type].rows, NAMES[model_type].chosen
-    if chosen is not None:
-        rows = chosen(shapes)
+    names = NAMES[model_type]
+    rows = names.rows if names.chosen is None else names.chosen(shapes)
+    if fused_experts is False and names.separate:
+        rows = names.separate
     if "encoder/layers/mlp/gate" in shapes:
         rows = next((gated for plain, gated in _GATED if rows is plain), rows)
     if rows is T5X_DECODER and "layers/mlp/gate" not in shapes:

@@ -144,6 +144,12 @@ WRAPPERS = {
         fixed={"use_qk_norm": False},
         parts=_VISUAL,
     ),
+    "minimax_m3_vl": Wrapper(
+        architecture="MiniMaxM3SparseForConditionalGeneration",
+        text="minimax_m3_vl_text",
+        tied_by="text_config",
+        parts="vision_tower|multi_modal_projector|patch_merge_mlp",
+    ),
     "llama4": Wrapper(
         architecture="Llama4ForConditionalGeneration",
         text="llama4_text",

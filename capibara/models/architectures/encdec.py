@@ -24,7 +24,7 @@ from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.parts import transformer
-from capibara.models.parts.attention import Attention
+from capibara.models.parts.attention import CrossAttention
 from capibara.models.parts.config import (
     OF_DECODERS,
     EmbeddingNorm,
@@ -169,7 +169,7 @@ class CrossBlock(Block):
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        self.cross_attention = Attention(config, rngs)
+        self.cross_attention = CrossAttention(config, rngs)
         if config.norm_placement is not NormPlacement.OUTPUT:
             self.cross_attention_norm = config.make_norm(rngs)
         if config.norm_placement.of_outputs:

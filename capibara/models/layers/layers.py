@@ -203,6 +203,13 @@ def blocks(segment_ids_BT: jax.Array, positions_BT: jax.Array, size: int) -> jax
     return jnp.where(segment_ids_BT > 0, segment_ids_BT * most + positions_BT // size % most, 0)
 
 
+def counted(segment_ids_BT: jax.Array) -> jax.Array:
+    """[B, T] the position of each token in its document, which lies in one piece."""
+    index = jnp.broadcast_to(jnp.arange(segment_ids_BT.shape[1], dtype=jnp.int32), segment_ids_BT.shape)
+    starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+    return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
 class Norm(nnx.Module):
     """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016), computed in float32.
 

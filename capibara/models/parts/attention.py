@@ -20,12 +20,19 @@ from capibara.models.cache.streaming import as_ring, ring_of, whole_of
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.parts.config import AttentionGate, InnerNorm, TransformerConfig
+from capibara.models.parts.indexer import BlockChooser
 from capibara.models.parts.streaming import Heads, by_heads, mixed
 from capibara.sharding import constrain
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head if num_kv_heads == num_heads."""
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245); multi-head if num_kv_heads == num_heads.
+
+    Attributes:
+      indexer: chooses the blocks of keys that queries see; None: they see all.
+    """
+
+    indexer: BlockChooser | None = None
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         D, N, K, H = config.embed_dim, config.num_heads, config.kv_heads, config.head_size
@@ -38,6 +45,8 @@ class Attention(nnx.Module):
         self.value = layers.projection(rngs, projections.VALUE, (D, K, V))
         # Keeps the variance of the sum over 2 L residual branches (Radford et al. 2019).
         self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.depth)
+        if config.block_sizes is not None:
+            self.indexer = BlockChooser(config, config.block_sizes, rngs)
         if config.attention_gate.of_heads:
             self.head_gate = layers.projection(rngs, projections.HEAD_GATE, (D, N))
         elif config.attention_gate is not AttentionGate.NONE:
@@ -89,6 +98,8 @@ class Attention(nnx.Module):
             assert encoded_segments_BS is not None, "what is encoded has documents"
             source, segments, site = encoded_BSD, encoded_segments_BS, Site.CROSS_PROBABILITIES
         q, k, v = self._heads(x_BTD, source, angles, query_scale_BT) if heads is None else heads
+        if self.indexer is not None:
+            row_bias_BNTS = self.indexer.of_rows(x_BTD, angles, segment_ids_BT, row_positions_T)
         inputs = AttentionInputs(
             layers.named(q, projections.QUERY),
             layers.named(k, projections.KEY),
@@ -136,9 +147,12 @@ class Attention(nnx.Module):
         if streaming:
             y, written = _attend_by_heads(self.config, Heads(q, k, v, self.sinks_N), layer, now, kind, streaming)
             return self._output(y, x_BTD), written
+        row_bias = None
+        if self.indexer is not None:
+            q, k, v, written, bias_at, row_bias = self.indexer.of_cache(x_BTD, angles, (q, k, v), layer, now)
         y, written = attend_cached(
             self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT,
-            sinks_N=self.sinks_N, written=written,
+            row_bias_BNTS=row_bias, sinks_N=self.sinks_N, written=written,
         )  # fmt: skip
         if share_K is not None:
             streamed, _ = attend_cached(
@@ -147,20 +161,6 @@ class Attention(nnx.Module):
             )  # fmt: skip
             y = mixed(y, streamed, share_K)
         return self._output(y, x_BTD), written
-
-    def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [B, K, S, H] of the encoder's output, for `to_encoded`."""
-        _, k, v = self._heads(encoded_BSD, encoded_BSD, None)
-        return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-
-    def to_encoded(
-        self, x_BTD: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments_BS: jax.Array, kind: AttentionSpec
-    ) -> jax.Array:
-        """Cross-attention of x_BTD, each row one document, to cached keys and values of the encoder's output."""
-        q, _, _ = self._heads(x_BTD, x_BTD, None)
-        visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
-        rows, seen = cached_attention.Rows(k_BKSH, v_BKSH), cached_attention.Visibility(visible, sinks_N=self.sinks_N)
-        return self._output(cached_attention.attend_rows(q, rows, seen, kind), x_BTD)
 
     @property
     def sinks_N(self) -> jax.Array | None:
@@ -224,6 +224,24 @@ class Attention(nnx.Module):
         k = constrain(k, ("batch", "act_time", "act_kv_heads", None))
         v = constrain(v, ("batch", "act_time", "act_kv_heads", None))
         return q, k, v
+
+
+class CrossAttention(Attention):
+    """Attention of a decoder to what an encoder has read."""
+
+    def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, K, S, H] of the encoder's output, for `to_encoded`."""
+        _, k, v = self._heads(encoded_BSD, encoded_BSD, None)
+        return jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+    def to_encoded(
+        self, x_BTD: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, segments_BS: jax.Array, kind: AttentionSpec
+    ) -> jax.Array:
+        """Cross-attention of x_BTD, each row one document, to cached keys and values of the encoder's output."""
+        q, _, _ = self._heads(x_BTD, x_BTD, None)
+        visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
+        rows, seen = cached_attention.Rows(k_BKSH, v_BKSH), cached_attention.Visibility(visible, sinks_N=self.sinks_N)
+        return self._output(cached_attention.attend_rows(q, rows, seen, kind), x_BTD)
 
 
 def attend_cached(

@@ -23,7 +23,8 @@ class LayerKind(enum.StrEnum):
     unrotated: global, without the rotary positions of the other layers (SmolLM3, Cohere 2). recurrent: the layer has the
     model's mixer in place of attention (Qwen3-Next, LFM2). hybrid: attention as in global layers and the model's mixer
     read the same input, and their results are added (Falcon-H1). feed_forward: the layer has an MLP or experts and nothing
-    else, and the other layers have no MLP (Nemotron-H).
+    else, and the other layers have no MLP (Nemotron-H). sparse: global, but a query sees the blocks of keys alone that the
+    model's block indexer chooses (MiniMax-M3).
     """
 
     GLOBAL = "global"
@@ -32,6 +33,7 @@ class LayerKind(enum.StrEnum):
     RECURRENT = "recurrent"
     HYBRID = "hybrid"
     FEED_FORWARD = "feed_forward"
+    SPARSE = "sparse"
 
     @property
     def attends(self) -> bool:
@@ -69,6 +71,34 @@ class LocalHeads:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"LocalHeads.{name} is {value}, must be at least 1, or None: that of the other layers")
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockIndexer:
+    """Sizes of block-sparse attention (MiniMax-M3): a query of a sparse layer sees the blocks with the best keys alone.
+
+    Nothing trains the indexer.
+
+    Attributes:
+      heads, head_dim: of the indexer; all its heads share their keys, and each chooses for an equal part of the query heads.
+      block: tokens of a block; blocks are counted from a document's first token.
+      top: how many blocks a query sees; in documents of at most so many it sees all.
+      recent: how many of these are the last ones, with the query's own, whatever their keys.
+    """
+
+    heads: int = 4
+    head_dim: int = 128
+    block: int = 128
+    top: int = 16
+    recent: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "block", "top"):
+            if getattr(self, name) < 1:
+                raise UserError(f"BlockIndexer.{name} is {getattr(self, name)}, must be at least 1")
+        if not 0 <= self.recent <= self.top:
+            raise UserError(f"BlockIndexer.recent ({self.recent}) must be from 0 to top ({self.top}): try 1")
 
 
 class Layers:
@@ -149,6 +179,11 @@ class Layers:
     def mixed_norms(self) -> bool:
         """Whether recurrent layers have norms of their branches' inputs, and the others of their outputs."""
         return False
+
+    @property
+    def block_sizes(self) -> BlockIndexer | None:
+        """Of the indexer by which queries of all layers choose blocks of keys; None: not in all layers."""
+        return None
 
     @property
     def runs_in_stages(self) -> bool:

@@ -158,11 +158,11 @@ class Latent(nnx.Module):
     def _chosen_at(
         self, x_BTD: jax.Array, angles: rotary.Angles | None, values: Callable[[], jax.Array]
     ) -> dense.PositionBias:
-        """What is added to the scores of cached keys, whose values [B, S, H] have the indexer's keys at their ends."""
+        """What is added to the scores of cached keys, whose values [B, 1, S, H] have the indexer's keys at their ends."""
 
         def bias(positions_BT: jax.Array, of_keys_BS: jax.Array) -> jax.Array:
             start, queries = self.latent.kv_rank, self._index_queries(x_BTD, angles)
-            keys = values()[..., start : start + queries.heads.shape[-1]]
+            keys = values()[:, 0, :, start : start + queries.heads.shape[-1]]
             visible = (of_keys_BS[:, None] >= 0) & (of_keys_BS[:, None] <= positions_BT[..., None])
             return self.indexer.bias(queries, keys, visible, self.config.num_heads)
 

@@ -26,6 +26,14 @@ LONG |= dict(short_mscale=1.2, long_mscale=1.2, original_max_position_embeddings
 HALVES = ((WHOLE, 500.0, 0.5), (WINDOW, 100.0, 0.25))
 LAGUNA_YARN = rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16, partial_rotary_factor=0.5)
 
+M3 = dict(RMS, num_hidden_layers=4, head_dim=12, intermediate_size=24, dense_intermediate_size=48, num_local_experts=6)
+M3 |= dict(num_experts_per_tok=2, shared_intermediate_size=40, routed_scaling_factor=1.5, swiglu_alpha=1.3)
+M3 |= dict(swiglu_limit=0.9, index_n_heads=2, index_head_dim=10, index_block_size=4, index_topk_blocks=3)
+M3 |= dict(index_local_blocks=1, mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
+M3 |= dict(
+    layer_types=[WHOLE, *["minimax_m3_sparse"] * 3], rope_parameters=rope(theta=500.0, partial_rotary_factor=0.5)
+)
+
 CASES: dict[str, dict[str, Any]] = {
     "llama4": dict(RMS, model_type="llama4_text", head_dim=16, num_hidden_layers=5, attention_bias=True)
     | dict(no_rope_layers=[1, 1, 0, 1, 0], layer_types=None, attention_chunk_size=7, floor_scale=4, attn_scale=0.5)
@@ -164,6 +172,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"rope_parameters": {WHOLE: LAGUNA_YARN, WINDOW: rope(theta=100.0, partial_rotary_factor=1.0)}},
     "laguna_elements": dict(RMS, model_type="laguna", num_hidden_layers=3, head_dim=16, gating="per-element")
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "minimax_m3": dict(M3, model_type="minimax_m3_vl_text"),
     "axk1": dict(RMS, model_type="axk1", mlp_layer_types=["dense", "sparse", "sparse"])
     | DEEPSEEK
     | LATENT

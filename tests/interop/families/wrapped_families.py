@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from expert_families import M3
 from family_sizes import RMS, rope
 from hybrid_families import DELTA, EXPERTS, SHORT
 
@@ -98,6 +99,14 @@ CASES: dict[str, dict[str, Any]] = {
         | dict(head_dim=8, patch_size=14, position_embedding_size=16),
         audio_config=None,
     ),
+    "minimax_m3_vl": around(
+        "minimax_m3_vl",
+        M3 | {"model_type": "minimax_m3_vl_text"},
+        dict(
+            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
+        ),
+        projector_hidden_size=8,
+    ),
     "llama4_vl": around(
         "llama4",
         dict(
@@ -177,6 +186,7 @@ CLASSES = {
     "granite4_vision": "Granite4VisionForConditionalGeneration",
     "paddleocr_vl": "PaddleOCRVLForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "llama4": "Llama4ForConditionalGeneration",
     "llava": "LlavaForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",

@@ -30,7 +30,12 @@ _LAYER = {
     },
     "attention/sinks": "ln",
 }
-_LOCAL = {f"local_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention/")}
+_BY_KIND = {
+    f"{kind}_{path}": layout
+    for path, layout in _LAYER.items()
+    for kind in ("local", "sparse")
+    if path.startswith("attention/")
+}
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
 _LAYOUTS = {
     **dict.fromkeys(("embedding", "output"), "vd"),
@@ -43,7 +48,7 @@ _LAYOUTS = {
     "score": "d",
     **{f"{name}_norm/{part}": "d" for name in ("final", "embedding", "transform") for part in ("scale", "bias")},
     "transform_bias": "d",
-    **{f"layers/{path}": layout for path, layout in (_LAYER | _LOCAL).items()},
+    **{f"layers/{path}": layout for path, layout in (_LAYER | _BY_KIND).items()},
     **{
         f"{side}/layers/{path}": layout for side in ("encoder", "decoder") for path, layout in (_LAYER | _CROSS).items()
     },
@@ -137,14 +142,14 @@ def without(rows: Rows, *words: str) -> Rows:
     return tuple(row for row in rows if not any(word in row.name for word in words))
 
 
-def with_local_heads(rows: Rows) -> Rows:
-    """The rows, and those of the attention of local layers whose heads are others."""
-    local = [
-        dataclasses.replace(row, ours=tuple(path.replace(A, "layers/local_attention/") for path in row.ours))
+def with_attention_of(kind: str, rows: Rows) -> Rows:
+    """The rows, and those of the attention of layers of a kind ("local", "sparse") whose heads are others."""
+    of_kind = [
+        dataclasses.replace(row, ours=tuple(path.replace(A, f"layers/{kind}_attention/") for path in row.ours))
         for row in rows
         if all(path.startswith(A) for path in row.ours)
     ]
-    return (*rows, *local)
+    return (*rows, *of_kind)
 
 
 def renamed(rows: Rows, *pairs: tuple[str, str]) -> Rows:
@@ -222,6 +227,7 @@ class Names:
       cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
       mtp: the tensors of modules that predict further tokens; None: they are not supported.
+      separate: the table of checkpoints whose experts are tensors of their own, where those of `rows` are fused.
     """
 
     rows: Rows
@@ -233,6 +239,7 @@ class Names:
     cuts: Callable[[Mapping[str, Shape]], dict[str, Cut]] | None = None
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
     mtp: MtpNames | None = None
+    separate: Rows = ()
 
     def canonical(self, name: str) -> str | None:
         """The table's name of a tensor; None: it is not used."""

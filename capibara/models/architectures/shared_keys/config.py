@@ -95,6 +95,7 @@ class SharedKeysConfig(DecoderConfig):
             "attention_gate": (AttentionGate.NONE,),
             "attention_sinks": (AttentionSinks.NONE,),
             "bias": (Bias.NONE,),
+            "block_indexer": (None,),
             "dropout_rate": (0.0,),
             "embedding_multiplier": (1.0,),
             "embedding_norm": (EmbeddingNorm.NONE,),

@@ -25,7 +25,7 @@ from capibara.interop.hf.layout.rows import (
     Names,
     renamed,
     rows,
-    with_local_heads,
+    with_attention_of,
     without,
 )
 from capibara.models.api import DecoderConfig, LocalHeads, Multipliers, TransformerConfig
@@ -82,10 +82,11 @@ def _write_mimo(config: TransformerConfig) -> dict[str, Any]:
 
 
 _MIMO = (
-    with_local_heads(
+    with_attention_of(
+        "local",
         without(LLAMA, ".mlp.")
         + without(ATTENTION_BIASES, "o_proj")
-        + renamed(rows([(L + "self_attn.sinks", "n", A + "sinks")]), _SINKS)
+        + renamed(rows([(L + "self_attn.sinks", "n", A + "sinks")]), _SINKS),
     )
     + DEEPSEEK_EXPERTS
 )
@@ -144,7 +145,7 @@ def _write_laguna(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-_LAGUNA = with_local_heads(without(LLAMA, ".mlp.") + ATTENTION_BIASES + QK_NORM + _GATES)
+_LAGUNA = with_attention_of("local", without(LLAMA, ".mlp.") + ATTENTION_BIASES + QK_NORM + _GATES)
 _LAGUNA += renamed(DEEPSEEK_EXPERTS, *_LAGUNA_NAMES)
 
 FAMILIES = (

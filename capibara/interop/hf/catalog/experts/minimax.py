@@ -1,26 +1,45 @@
-"""MiniMax's mixtures: MiniMax-Text-01, most of whose layers have lightning attention, and MiniMax-M2 (both 2025)."""
+"""MiniMax's mixtures: MiniMax-Text-01, most of whose layers have lightning attention, MiniMax-M2 (both 2025), and MiniMax-M3.
+
+Queries of most layers of MiniMax-M3 (2026) see the blocks of keys alone that an indexer chooses.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from capibara.core import projections
-from capibara.interop.hf.layout.family import KEYS, ONLY_SILU, SILU, Family, Values, recurrent, write_recurrent
+from capibara.core.types import UserError
+from capibara.interop.hf.catalog.experts.glm import DEEPSEEK_MOE, read_mlp_types, write_mlp_types
+from capibara.interop.hf.layout.family import (
+    KEYS,
+    ONLY_SILU,
+    SILU,
+    Family,
+    Values,
+    recurrent,
+    shortest,
+    write_recurrent,
+)
 from capibara.interop.hf.layout.rows import (
     BARE,
     BUFFERS,
+    DEEPSEEK_EXPERTS,
     EXPERTS,
     LLAMA,
     LLAMA_LIKE,
+    QK_NORM,
     WHOLE_NORMS,
+    A,
     L,
     M,
     Names,
     experts,
     rows,
+    with_attention_of,
     without,
 )
-from capibara.models.api import DecoderConfig, Lightning, Multipliers, Rope, TransformerConfig
+from capibara.models.api import BlockIndexer, DecoderConfig, Lightning, Multipliers, Rope, TransformerConfig
 
 _BLOCK = "block_sparse_moe."
 _ROWS = without(LLAMA, ".mlp.") + experts(
@@ -90,6 +109,106 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
 
 _MINIMAX_M2 = _ROWS + WHOLE_NORMS + rows([(L + _BLOCK + "e_score_correction_bias", "e", M + "correction")], EXPERTS)
 
+# --- MiniMax-M3 ---------------------------------------------------------------------------------------------------
+
+_SPARSE = {"minimax_m3_sparse": "sparse", "full_attention": "global"}
+_INDEXER = {
+    "heads": "index_n_heads",
+    "head_dim": "index_head_dim",
+    "block": "index_block_size",
+    "top": "index_topk_blocks",
+    "recent": "index_local_blocks",
+}
+# Where its own files have these sizes, in an object.
+_OWN_CONFIG, _OWN_TYPES, _OWN_MLPS = "sparse_attention_config", "sparse_attention_freq", "moe_layer_freq"
+_OWN_SIZES = {
+    "index_n_heads": "sparse_num_index_heads",
+    "index_head_dim": "sparse_index_dim",
+    "index_block_size": "sparse_block_size",
+    "index_topk_blocks": "sparse_topk_blocks",
+    "index_local_blocks": "sparse_local_block",
+}
+
+
+def _prepare_m3(values: Values) -> Values:
+    count, own = values["num_hidden_layers"], values.get(_OWN_CONFIG) or {}
+    if not isinstance(own, Mapping):
+        raise UserError(f"config.json has {_OWN_CONFIG} = {str(own)[:60]}, must be an object: copy the file again")
+    values = {**values, **{key: own[name] for key, name in _OWN_SIZES.items() if name in own}}
+    for key, kinds, given in (
+        ("layer_types", [*_SPARSE], own.get(_OWN_TYPES)),
+        ("mlp_layer_types", ["sparse", "dense"], values.get(_OWN_MLPS)),
+    ):
+        if values.get(key) is None:
+            usual = kinds[-1] if key == "layer_types" else kinds[0]
+            values[key] = [usual] * count if given is None else [kinds[0] if flag else kinds[1] for flag in given]
+    return values
+
+
+def _read_m3(values: Values) -> dict[str, Any]:
+    types, count = values["layer_types"], values["num_hidden_layers"]
+    if len(types) != count or not {*types} <= {*_SPARSE}:
+        raise UserError(
+            f"config.json has layer_types {', '.join(map(str, types[:8]))} ({_OWN_TYPES} of {_OWN_CONFIG}), must be one of "
+            f"{', '.join(_SPARSE)} for each of num_hidden_layers = {count} layers: take another model"
+        )
+    fields: dict[str, Any] = {"layer_pattern": shortest([_SPARSE[kind] for kind in types])}
+    if "minimax_m3_sparse" in types:
+        fields["block_indexer"] = BlockIndexer(**{ours: values[theirs] for ours, theirs in _INDEXER.items()})
+    return fields
+
+
+def _write_m3(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    names = {ours: theirs for theirs, ours in _SPARSE.items()}
+    written = {"layer_types": [names.get(str(kind)) for kind in config.kinds]} | write_mlp_types(config)
+    sizes = config.block_indexer
+    return written if sizes is None else written | {key: getattr(sizes, ours) for ours, key in _INDEXER.items()}
+
+
+_J = f"{A}indexer/"
+_M3_ATTENTION = with_attention_of(
+    "sparse",
+    without(LLAMA, ".mlp.")
+    + QK_NORM
+    + rows(
+        [
+            (L + "self_attn.indexer.q_proj.weight", "nh d", _J + "block_query"),
+            (L + "self_attn.indexer.k_proj.weight", "h d", _J + "block_key"),
+            (L + "self_attn.indexer.q_norm.weight", "h", _J + "query_norm/scale"),
+            (L + "self_attn.indexer.k_norm.weight", "h", _J + "key_norm/scale"),
+        ],
+        {_J + "block_query": "ldnh", _J + "block_key": "ldh"}
+        | dict.fromkeys((_J + "query_norm/scale", _J + "key_norm/scale"), "lh"),
+    ),
+)
+_FUSED_MLPS = (("mlp.", "layers/first_mlp/{}"), ("mlp.shared_experts.", f"{M}shared_{{}}"))
+_M3 = (
+    _M3_ATTENTION
+    + without(DEEPSEEK_EXPERTS, "_proj")
+    + rows(
+        [
+            (L + "mlp.experts.gate_up_proj", "e f d", f"{M}gate {M}up", "f"),
+            (L + "mlp.experts.down_proj", "e d f", M + "down"),
+            *(
+                (f"{L}{theirs}gate_up_proj.weight", "f d", f"{ours.format('gate')} {ours.format('up')}", "f")
+                for theirs, ours in _FUSED_MLPS
+            ),
+            *((f"{L}{theirs}down_proj.weight", "d f", ours.format("down")) for theirs, ours in _FUSED_MLPS),
+        ],
+        EXPERTS,
+    )
+)
+_M3_NAMES = (  # of the files of the whole model
+    (r"\.block_sparse_moe\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.block_sparse_moe\.", ".mlp."),
+    (r"\.self_attn\.index_([qk]_(?:proj|norm))\.", r".self_attn.indexer.\1."),
+    *(
+        (rf"\.{short}\.weight$", f".{name}_proj.weight")
+        for short, name in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+    ),
+)
+
 FAMILIES = (
     (
         Family(
@@ -127,5 +246,42 @@ FAMILIES = (
             partial=True,
         ),
         Names(_MINIMAX_M2, *LLAMA_LIKE),
+    ),
+    (
+        Family(
+            model_type="minimax_m3_vl_text",
+            architectures=("MiniMaxM3VLForCausalLM",),
+            keys=KEYS
+            | {"mlp_dim": "dense_intermediate_size", "swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+            fixed={"qk_norm": "head", "norm_scale": "offset"},
+            defaults=_DEFAULTS
+            | {"rope_theta": 5_000_000.0, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 4}
+            | {"num_local_experts": 128, "intermediate_size": 3072, "dense_intermediate_size": 12_288}
+            | {"shared_intermediate_size": 3072, "routed_scaling_factor": 2.0, "swiglu_alpha": 1.702}
+            | {"swiglu_limit": 7.0, "index_n_heads": 4, "index_head_dim": 128, "index_block_size": 128}
+            | {"index_topk_blocks": 16, "index_local_blocks": 1},
+            aliases=_ALIASES,
+            experts="num_local_experts",
+            moe=DEEPSEEK_MOE | {"gates": "normalized", "shared_experts": 1},
+            moe_keys={
+                "expert_dim": "intermediate_size",
+                "shared_dim": "shared_intermediate_size",
+                "scale": "routed_scaling_factor",
+            },
+            partial=True,
+            read_moe=read_mlp_types,
+            read_keys=("layer_types", "mlp_layer_types", _OWN_CONFIG, _OWN_MLPS),
+            prepare=_prepare_m3,
+            read=_read_m3,
+            write=_write_m3,
+        ),
+        # The layers that predict several tokens, which transformers leaves out.
+        Names(
+            _M3,
+            (BARE, *_M3_NAMES),
+            BUFFERS,
+            r"(?:^|\.)mtp\.",
+            separate=_M3_ATTENTION + DEEPSEEK_EXPERTS,
+        ),
     ),
 )
