@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +48,7 @@ class Attention(nnx.Module):
         self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.depth)
         if config.block_sizes is not None:
             self.indexer = BlockChooser(config, config.block_sizes, rngs)
-        if config.attention_gate.of_heads:
-            self.head_gate = layers.projection(rngs, projections.HEAD_GATE, (D, N))
-        elif config.attention_gate is not AttentionGate.NONE:
-            self.gate = layers.projection(rngs, projections.ATTENTION_GATE, (D, N, V))
+        make_gate(self, config, rngs)
         if config.bias.of_heads:
             self.query_bias = layers.param(rngs, (N, H), projections.QUERY.out_axes, layers.zeros)
             self.key_bias = layers.param(rngs, (K, H), projections.KEY.out_axes, layers.zeros)
@@ -171,11 +169,7 @@ class Attention(nnx.Module):
 
     def _output(self, y: jax.Array, x_BTD: jax.Array) -> jax.Array:
         y = constrain(y[..., : self.config.value_size], ("batch", "act_time", "act_heads", None))
-        gate = self.config.attention_gate
-        if gate.of_heads:
-            y = y * gate(self._dense(projections.HEAD_GATE, x_BTD))[..., None]
-        elif gate is not AttentionGate.NONE:
-            y = y * gate(self._dense(projections.ATTENTION_GATE, x_BTD))
+        y = gated(self.config.attention_gate, y, lambda by: self._dense(by, x_BTD))
         y = self.out_norm(y) if self.config.inner_norm is not InnerNorm.NONE else y
         y = self._dense(projections.OUT, y)
         if self.config.bias.of_out:
@@ -242,6 +236,23 @@ class CrossAttention(Attention):
         visible = jnp.broadcast_to((segments_BS == 1)[:, None], (*x_BTD.shape[:2], segments_BS.shape[1]))
         rows, seen = cached_attention.Rows(k_BKSH, v_BKSH), cached_attention.Visibility(visible, sinks_N=self.sinks_N)
         return self._output(cached_attention.attend_rows(q, rows, seen, kind), x_BTD)
+
+
+def make_gate(module: nnx.Module, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+    """Makes the gate of attention's results in its module."""
+    D, N, gate = config.embed_dim, config.num_heads, config.attention_gate
+    if gate.of_heads:
+        setattr(module, projections.HEAD_GATE.name, layers.projection(rngs, projections.HEAD_GATE, (D, N)))
+    elif gate is not AttentionGate.NONE:
+        shape = (D, N, config.value_size)
+        setattr(module, projections.ATTENTION_GATE.name, layers.projection(rngs, projections.ATTENTION_GATE, shape))
+
+
+def gated(gate: AttentionGate, y_BTNV: jax.Array, projected: Callable[[Projection], jax.Array]) -> jax.Array:
+    """Attention's results after their gate; `projected` gives what a projection makes of attention's inputs."""
+    if gate.of_heads:
+        return y_BTNV * gate(projected(projections.HEAD_GATE))[..., None]
+    return y_BTNV if gate is AttentionGate.NONE else y_BTNV * gate(projected(projections.ATTENTION_GATE))
 
 
 def attend_cached(

@@ -208,7 +208,6 @@ _NOT_LATENT = (
     "attention_clip",
     "num_kv_heads",
     "inner_norm",
-    "attention_gate",
     "streaming",
 )  # of other attention
 _POSITIVE = {  # fields that must be above 0 where they are set, and what each usually is

@@ -23,7 +23,7 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.cache import dense, paged
 from capibara.models.layers import layers
 from capibara.models.layers.dropout import Dropout, Site
-from capibara.models.parts.attention import attend_cached
+from capibara.models.parts.attention import attend_cached, gated, make_gate
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.indexer import IndexQueries, KeyIndexer, cached_values
 from capibara.models.parts.latent_sizes import LatentAttention
@@ -56,6 +56,7 @@ class Latent(nnx.Module):
         self.key_up = layers.projection(rngs, projections.KEY_UP, (latent.kv_rank, N, H - R))
         self.value_up = layers.projection(rngs, projections.VALUE_UP, (latent.kv_rank, N, V))
         self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.num_layers)
+        make_gate(self, config, rngs)
 
     def __call__(
         self,
@@ -91,7 +92,7 @@ class Latent(nnx.Module):
             prefix_BT=prefix_BT,
             drop=None if drop is None else lambda p_BNTS: drop(p_BNTS, Site.PROBABILITIES),
         )
-        return self._output(attend(inputs, kind, self.config.attention)[..., : self.latent.value_dim])
+        return self._output(attend(inputs, kind, self.config.attention)[..., : self.latent.value_dim], x_BTD)
 
     def cached(
         self,
@@ -133,7 +134,8 @@ class Latent(nnx.Module):
             self.config, q, k, v, layer, now, kind, bias_NTS=bias_NTS, bias_at=bias_at, prefix_BT=prefix_BT,
             row_bias_BNTS=row_bias, written=after,
         )  # fmt: skip
-        return self._output(jnp.einsum("BTNC,CNV->BTNV", y[..., :C], self.value_up[...].astype(y.dtype))), written
+        y = jnp.einsum("BTNC,CNV->BTNV", y[..., :C], self.value_up[...].astype(y.dtype))
+        return self._output(y, x_BTD), written
 
     def _chosen(
         self,
@@ -195,8 +197,9 @@ class Latent(nnx.Module):
     def _rotated(self, x_BTNR: jax.Array, angles: rotary.Angles) -> jax.Array:
         return rotary.rotate(x_BTNR, angles, self.config.rotary_pairs)
 
-    def _output(self, y_BTNV: jax.Array) -> jax.Array:
+    def _output(self, y_BTNV: jax.Array, x_BTD: jax.Array) -> jax.Array:
         y = constrain(y_BTNV, ("batch", "act_time", "act_heads", None))
+        y = gated(self.config.attention_gate, y, lambda by: self._dense(by, x_BTD))
         return layers.named(self._dense(projections.OUT, y), projections.OUT)
 
     def _dense(self, by: Projection, x: jax.Array) -> jax.Array:

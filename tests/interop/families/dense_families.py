@@ -89,6 +89,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ministral3": dict(RMS, model_type="ministral3", head_dim=12, sliding_window=9)
     | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}},
     "apertus": dict(RMS, model_type="apertus", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3),
+    "apertus1p5": dict(
+        RMS, model_type="apertus1p5_text", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3
+    ),
     "olmo2": dict(RMS, model_type="olmo2", rope_parameters=rope(theta=500.0)),
     "gemma4": dict(GEMMA4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=2)
     | {"num_hidden_layers": 5, "layer_types": [WINDOW, WHOLE, WINDOW, WINDOW, WHOLE], "rope_parameters": GEMMA4_ROPE}

@@ -34,6 +34,9 @@ KIMI |= dict(linear_conv_kernel_dim=3, layer_types=["linear_attention", *MIXED],
 KIMI |= dict(kv_lora_rank=12, q_lora_rank=None, qk_rope_head_dim=8, v_head_dim=10, qk_nope_head_dim=6)
 KIMI |= dict(num_local_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4)
 KIMI |= dict(topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True)
+LING = {key: value for key, value in KIMI.items() if not key.startswith("linear_")} | dict(model_type="bailing_hybrid")
+LING |= dict(head_dim=12, short_conv_kernel_size=3, kda_lower_bound=-3.0, rope_parameters=rope(theta=500.0))
+LING |= dict(mlp_layer_types=["dense", "sparse", "sparse", "sparse"])
 MINIMAX = dict(RMS, model_type="minimax", num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2, block_size=8)
 MINIMAX |= dict(full_attn_alpha_factor=1.5, full_attn_beta_factor=0.7, linear_attn_alpha_factor=1.25)
 MINIMAX |= dict(linear_attn_beta_factor=0.8, mlp_alpha_factor=0.9, mlp_beta_factor=1.1)
@@ -81,6 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
     | dict(n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=1.5)
     | dict(moe_intermediate_size=24, moe_shared_expert_intermediate_size=40),
     "kimi_linear": KIMI,
+    "bailing_hybrid": LING | {"q_lora_rank": 20},
+    "bailing_hybrid_unbounded": LING | {"kda_safe_gate": False, "layer_types": None, "layer_group_size": 2},
     "lfm2_moe": dict(SIZES, model_type="lfm2_moe", norm_eps=1e-5, num_hidden_layers=4, num_dense_layers=1)
     | dict(layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope(), num_experts=4)
     | dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5),

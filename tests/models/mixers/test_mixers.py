@@ -40,6 +40,7 @@ MIXERS |= {"mamba": Mamba(inner_dim=24, state_dim=5, step_rank=6, taps=3, bias="
 MIXERS |= {"turning": dataclasses.replace(MIXERS["delta"], most_strength=2.0, norm_eps=1e-3)}
 MIXERS |= {"rg_lru": RgLru(inner_dim=32, blocks=4, taps=3)}
 MIXERS |= {"kimi": KimiDelta(heads=3, head_dim=8, taps=3)}
+MIXERS |= {"ling": KimiDelta(heads=3, head_dim=8, taps=3, maps="whole", least_decay=-5.0)}
 MIXERS |= {"lightning": Lightning(heads=3, head_dim=8)}
 OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
 # Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
@@ -341,6 +342,7 @@ def test_what_contradicts_is_refused(fields, message):
         (lambda: Multipliers(mlp_gate=-1.0), "Multipliers.mlp_gate is -1.0, must be finite and above 0"),
         (lambda: RgLru(inner_dim=25, blocks=4), "RgLru.inner_dim .25. must be a multiple of blocks .4.: try 24"),
         (lambda: KimiDelta(heads=0), "KimiDelta.heads is 0, must be at least 1"),
+        (lambda: KimiDelta(least_decay=0.0), "KimiDelta.least_decay is 0.0, must be finite and below 0"),
         (lambda: GatedDelta(taps=0), "GatedDelta.taps is 0"),
         (lambda: GatedDelta(most_strength=3.0), "GatedDelta.most_strength is 3.0, must be above 0 and at most 2"),
         (lambda: GatedDelta(norm_eps=0.0), "GatedDelta.norm_eps is 0.0, must be finite and above 0"),

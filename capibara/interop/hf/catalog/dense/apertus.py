@@ -1,8 +1,14 @@
-"""Apertus (Swiss AI 2025, arXiv:2509.14233): a plain MLP whose activation, xIELU, has parameters."""
+"""Apertus (Swiss AI 2025, arXiv:2509.14233) and Apertus 1.5 (2026): a plain MLP whose activation, xIELU, has parameters.
+
+A head of Apertus 1.5 that has fewer rows than the embedding is not read.
+"""
 
 from __future__ import annotations
 
-from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, with_rope
+import dataclasses
+
+from capibara.core.types import UserError
+from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, with_rope
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
     LLAMA,
@@ -44,19 +50,45 @@ _ACTIVATION = rows(
     },
 )
 
+_APERTUS = Family(
+    model_type="apertus",
+    architectures=("ApertusForCausalLM",),
+    keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
+    fixed={"qk_norm": "head"},
+    read_keys=("head_dim",),
+    defaults=SILU | {"hidden_act": "xielu", "rope_theta": 12_000_000.0, "rms_norm_eps": 1e-5},
+    biases=ATTENTION_BIAS,
+    gated=False,
+    prepare=lambda values: with_rope(values, _ROPE),
+)
+_PRUNED = "output_vocab_size"
+
+
+def _prepare_text(values: Values) -> Values:
+    """The same for Apertus 1.5.
+
+    Raises:
+      UserError: the head has fewer rows than the embedding.
+    """
+    rows, vocabulary = values.get(_PRUNED), values.get("vocab_size")
+    if rows is not None and rows != vocabulary:
+        raise UserError(
+            f"config.json has {_PRUNED} = {rows}, must be without or vocab_size ({vocabulary}): a head without some tokens is not "
+            "read, take a model whose head is whole"
+        )
+    return with_rope(values, _ROPE)
+
+
 FAMILIES = (
+    (_APERTUS, Names(_BLOCK + _ACTIVATION, *LLAMA_LIKE)),
     (
-        Family(
-            model_type="apertus",
-            architectures=("ApertusForCausalLM",),
-            keys={ours: theirs for ours, theirs in KEYS.items() if ours != "head_dim"},
-            fixed={"qk_norm": "head"},
-            read_keys=("head_dim",),
-            defaults=SILU | {"hidden_act": "xielu", "rope_theta": 12_000_000.0, "rms_norm_eps": 1e-5},
-            biases=ATTENTION_BIAS,
-            gated=False,
-            prepare=lambda values: with_rope(values, _ROPE),
+        dataclasses.replace(
+            _APERTUS,
+            model_type="apertus1p5_text",
+            architectures=("Apertus1p5TextForCausalLM",),
+            read_keys=(*_APERTUS.read_keys, _PRUNED),
+            prepare=_prepare_text,
         ),
-        Names(_BLOCK + _ACTIVATION, *LLAMA_LIKE),
+        Names(_BLOCK + _ACTIVATION, *LLAMA_LIKE, r"^(?:model\.)?(?:vision_tokenizer|audio_tokenizer)\."),
     ),
 )
