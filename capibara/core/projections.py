@@ -115,6 +115,12 @@ KEY_ROTARY = dataclasses.replace(QUERY_DOWN, name="key_rotary", reads="query_dow
 KEY_UP = dataclasses.replace(QUERY_UP, name="key_up", adaptable=False)
 VALUE_UP = dataclasses.replace(KEY_UP, name="value_up", reads="key_up")
 
+# Of the gate of attention's results that is computed from latents (A.X-K2).
+LATENT_GATE = dataclasses.replace(QUERY_UP, name="gate_up", reads="query_up")
+# Of the gates of norms.
+NORM_DOWN = Projection(part="attention_norm", name="norm_down", axes=("embed", None), adaptable=False)
+NORM_UP = dataclasses.replace(NORM_DOWN, name="norm_up", axes=(None, "embed"))
+
 # Of DeepSeek sparse attention: they choose keys, which has no gradient.
 INDEX_QUERY = Projection(part="attention", name="index_query", axes=("latent", None, None), adaptable=False)
 INDEX_KEY, INDEX_WEIGHT = (
@@ -194,7 +200,8 @@ MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
 INDEX = (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT, BLOCK_QUERY, BLOCK_KEY)
-LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP)
+LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP, LATENT_GATE)
+NORM_GATES = (NORM_DOWN, NORM_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
 CONV = (CONV_IN, CONV_GATE, CONV_VALUE, CONV_OUT)
 DELTA = (DELTA_QUERY, DELTA_KEY, DELTA_VALUE, DELTA_GATE, DELTA_STRENGTH, DELTA_DECAY, DELTA_OUT)
@@ -214,6 +221,7 @@ ALL = (
     + SHARED
     + LATENT
     + INDEX
+    + NORM_GATES
     + GEMMA3N
     + CONV
     + DELTA

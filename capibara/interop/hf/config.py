@@ -259,7 +259,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         if not config.dense_layers:  # there are no other MLPs
             fields["mlp_dim"] = moe["expert_dim"]
         if config.moe.groups == 1:
-            del moe["group_score"]
+            del moe["group_score"], moe["outside"]
         width = moe["expert_dim"] if config.moe.shared_dim is None else config.moe.shared_dim
         moe["shared_width"] = width * config.moe.shared_experts
     if isinstance(config, DecoderConfig):
@@ -287,7 +287,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 _MOE_FIELDS = (
     "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups",
     "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
-    "combination", "output_norm", "logit_cap",
+    "combination", "output_norm", "logit_cap", "outside",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,

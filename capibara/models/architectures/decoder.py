@@ -102,6 +102,8 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
       query_growth_layers: the layers with such queries.
       final_norm: whether the last layer's output is normalised.
       first_norm: whether the first layer's attention has a norm of its input.
+      norm_gate_rank: the norms of what attention and experts read have a gate of this rank, the sigmoid of what an MLP
+        makes of their results (A.X-K2); None: they have none.
       transform: what stands before the head (ModernBERT's decoders have BERT's transform).
       transform_activation: of the transform; None: the layers', or gelu where that is gated.
       transform_bias: whether the transform's projection has a bias.
@@ -126,6 +128,7 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
     window_kind: WindowKind = WindowKind.SLIDING
     final_norm: FinalNorm = FinalNorm.LAYER
     first_norm: FirstNorm = FirstNorm.LAYER
+    norm_gate_rank: int | None = None
     transform: Transform = Transform.NONE
     transform_activation: Activation | None = None
     transform_bias: TransformBias = TransformBias.EMBED
@@ -339,9 +342,16 @@ def _check_ends(config: DecoderConfig) -> None:
             f"{name}.transform is 'dense', must be 'none' with scores or values of hidden states: leave it out, or set "
             f"{name}.head = 'tied' and value_head = False"
         )
+    fits = config.norm_placement is NormPlacement.PRE and config.residual is Residual.SEQUENTIAL
+    if (rank := config.norm_gate_rank) is not None and (
+        rank < 1 or not fits or config.one_branch or config.first_norm is FirstNorm.NONE
+    ):
+        raise UserError(
+            f"{name}.norm_gate_rank is {rank}, must be at least 1, with norm_placement 'pre', residual 'sequential', first_norm "
+            "'layer' and two branches in each layer: leave it out"
+        )
     if config.first_norm is FirstNorm.LAYER:
         return
-    fits = config.norm_placement is NormPlacement.PRE and config.residual is Residual.SEQUENTIAL
     if not fits or config.num_layers < 2 or config.moe is not None or config.mixer is not None or config.one_branch:
         raise UserError(
             f"{name}.first_norm 'none' is for norm_placement 'pre', residual 'sequential' and num_layers of at least 2, without "

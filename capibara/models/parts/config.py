@@ -32,7 +32,7 @@ from capibara.models.layers.layers import (
 from capibara.models.layers.stack import LayerLoop
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.parts.kinds import LayerKind, Layers
-from capibara.models.parts.latent_sizes import LatentAttention
+from capibara.models.parts.latent_sizes import LatentAttention, QueryLatents
 from capibara.models.parts.multipliers import Multipliers
 from capibara.models.parts.router import Moe, Weighted
 from capibara.models.parts.streaming import StreamingHeads
@@ -549,6 +549,10 @@ def _check_latent(config: TransformerConfig, latent: LatentAttention) -> None:
         raise UserError(
             f"{class_name}.head_dim ({size}) must be above LatentAttention.rotary_dim ({latent.rotary_dim}) and at least its "
             f"value_dim ({latent.value_dim}): try {latent.rotary_dim + latent.value_dim}"
+        )
+    if latent.queries is QueryLatents.BOTH and config.attention_gate is not AttentionGate.SIGMOID:
+        raise UserError(
+            f"{class_name}.attention_gate is {str(config.attention_gate)!r}, must be 'sigmoid' where LatentAttention.queries is 'both'"
         )
     if latent.indexer is not None and (
         LayerKind.LOCAL in config.kinds or getattr(config, "inputs_attention", "causal") != "causal"

@@ -109,6 +109,7 @@ class Layers:
     mixer: Mixer | None
     moe: Moe | None
     streaming: StreamingHeads | None
+    norm_gate_rank: int | None = None
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -166,6 +167,8 @@ class Layers:
         some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
         if dense := self.dense_layers:
             some |= {"first_mlp": dense, "mlp": tuple(n for n in range(self.num_layers) if n not in dense)}
+        if self.dense_layers and self.norm_gate_rank is not None:
+            some |= {"mlp_norm": some["first_mlp"], "gated_mlp_norm": some["mlp"]}
         if self.mixed_norms:
             some |= {f"{branch}_norm": tuple(numbers["mixer"]) for branch in ("attention", "mlp")}
             some |= {f"{branch}_post_norm": tuple(numbers["attention"]) for branch in ("attention", "mlp")}

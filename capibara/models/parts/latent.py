@@ -26,7 +26,7 @@ from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.parts.attention import attend_cached, gated, make_gate
 from capibara.models.parts.config import TransformerConfig
 from capibara.models.parts.indexer import IndexQueries, KeyIndexer, cached_values
-from capibara.models.parts.latent_sizes import LatentAttention
+from capibara.models.parts.latent_sizes import LatentAttention, QueryLatents
 from capibara.sharding import constrain
 
 
@@ -46,7 +46,8 @@ class Latent(nnx.Module):
         else:
             self.query_down = layers.projection(rngs, projections.QUERY_DOWN, (D, latent.query_rank))
             self.query_norm = self._norm(latent.query_rank, rngs)
-            self.query_up = layers.projection(rngs, projections.QUERY_UP, (latent.query_rank, N, H))
+            inputs = latent.query_rank * (1 + (latent.queries is QueryLatents.BOTH))
+            self.query_up = layers.projection(rngs, projections.QUERY_UP, (inputs, N, H))
         if latent.indexer is not None:
             assert latent.query_rank is not None, "LatentAttention sees to it"
             self.indexer = KeyIndexer(latent.indexer, D, latent.query_rank, rngs)
@@ -56,7 +57,10 @@ class Latent(nnx.Module):
         self.key_up = layers.projection(rngs, projections.KEY_UP, (latent.kv_rank, N, H - R))
         self.value_up = layers.projection(rngs, projections.VALUE_UP, (latent.kv_rank, N, V))
         self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.num_layers)
-        make_gate(self, config, rngs)
+        if latent.queries is QueryLatents.BOTH:
+            self.gate_up = layers.projection(rngs, projections.LATENT_GATE, (inputs, N, V))
+        else:
+            make_gate(self, config, rngs)
 
     def __call__(
         self,
@@ -182,11 +186,18 @@ class Latent(nnx.Module):
         if self.latent.query_rank is None:
             q = self._dense(projections.QUERY, x_BTD)
         else:
-            q = self._dense(projections.QUERY_UP, self.query_norm(self._dense(projections.QUERY_DOWN, x_BTD)))
+            q = self._dense(projections.QUERY_UP, self._query_latents(x_BTD))
         plain, rotated = q[..., : -self.latent.rotary_dim], q[..., -self.latent.rotary_dim :]
         q = q if angles is None else jnp.concatenate([plain, self._rotated(rotated, angles)], axis=-1)
         q = q if scale_BT is None else q * scale_BT[:, :, None, None].astype(q.dtype)
         return constrain(q, ("batch", "act_time", "act_heads", None))
+
+    def _query_latents(self, x_BTD: jax.Array) -> jax.Array:
+        """What queries are computed from."""
+        latents = self._dense(projections.QUERY_DOWN, x_BTD)
+        if self.latent.queries is QueryLatents.BOTH:
+            return jnp.concatenate([self.query_norm(latents), latents], axis=-1)
+        return self.query_norm(latents)
 
     def _latents(self, x_BTD: jax.Array, angles: rotary.Angles | None) -> tuple[jax.Array, jax.Array]:
         """The normalised latents [B, T, C], and the rotated keys that all heads share [B, T, 1, R]."""
@@ -199,7 +210,11 @@ class Latent(nnx.Module):
 
     def _output(self, y_BTNV: jax.Array, x_BTD: jax.Array) -> jax.Array:
         y = constrain(y_BTNV, ("batch", "act_time", "act_heads", None))
-        y = gated(self.config.attention_gate, y, lambda by: self._dense(by, x_BTD))
+        if self.latent.queries is QueryLatents.BOTH:
+            gate = self._dense(projections.LATENT_GATE, self._query_latents(x_BTD))
+            y = gated(self.config.attention_gate, y, lambda _: gate)
+        else:
+            y = gated(self.config.attention_gate, y, lambda by: self._dense(by, x_BTD))
         return layers.named(self._dense(projections.OUT, y), projections.OUT)
 
     def _dense(self, by: Projection, x: jax.Array) -> jax.Array:

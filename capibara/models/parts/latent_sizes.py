@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 from capibara.config import configurable
@@ -34,6 +35,16 @@ class Indexer:
                 raise UserError(f"Indexer.{name} is {getattr(self, name)}, must be at least 1")
 
 
+class QueryLatents(enum.StrEnum):
+    """Which latents queries are computed from: the normalised ones, or both these and the others (A.X-K2).
+
+    both: the gate of attention's results is computed from them, too.
+    """
+
+    NORMALIZED = "normalized"
+    BOTH = "both"
+
+
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
@@ -46,6 +57,7 @@ class LatentAttention:
       value_dim: size of a head's values; at most that of its queries.
       norm_eps: epsilon of the latents' norms.
       indexer: chooses the keys that a query sees; None: it sees all.
+      queries: which latents queries are computed from.
     """
 
     kv_rank: int
@@ -54,6 +66,7 @@ class LatentAttention:
     value_dim: int = 128
     norm_eps: float = 1e-6
     indexer: Indexer | None = None
+    queries: QueryLatents = QueryLatents.NORMALIZED
 
     def __post_init__(self) -> None:
         for name in ("kv_rank", "query_rank", "rotary_dim", "value_dim"):
@@ -62,6 +75,8 @@ class LatentAttention:
                 raise UserError(f"LatentAttention.{name} is {value}, must be at least 1")
         if self.rotary_dim % 2:
             raise UserError(f"LatentAttention.rotary_dim ({self.rotary_dim}) must be even: try {self.rotary_dim + 1}")
+        if self.queries is QueryLatents.BOTH and self.query_rank is None:
+            raise UserError("LatentAttention.queries is 'both', and query_rank None: set it, or write 'normalized'")
         if not 0 < self.norm_eps < math.inf:
             raise UserError(f"LatentAttention.norm_eps is {self.norm_eps}, must be finite and above 0: try 1e-6")
         if self.indexer is not None and (self.query_rank is None or self.indexer.head_dim < self.rotary_dim):

@@ -75,6 +75,13 @@ class GroupScore(enum.StrEnum):
     BEST = "best"
 
 
+class Outside(enum.StrEnum):
+    """Whether experts outside of a token's groups are never chosen, or as if their scores were 0 (A.X-K2)."""
+
+    NEVER = "never"
+    ZERO = "zero"
+
+
 class Weighted(enum.StrEnum):
     """Whether a token's weights multiply the outputs of its experts, or their inputs (Llama 4)."""
 
@@ -200,6 +207,7 @@ class Moe:
       correction: whether a bias decides the choice.
       groups, top_groups, group_score: experts are in `groups` groups of equal size, and a token chooses among those of
         the `top_groups` with the highest scores; 1 group: among all.
+      outside: what the others count for.
       scale: factor of all gates.
       shared_gate: factor of the shared experts' output.
       combination: how the outputs of chosen and shared experts are put together.
@@ -230,6 +238,7 @@ class Moe:
     groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = GroupScore.PAIR
+    outside: Outside = Outside.NEVER
     scale: float = 1.0
     shared_gate: SharedGate = SharedGate.NONE
     combination: Combination = Combination.SUM
@@ -502,7 +511,7 @@ def domain_load(logits_BTE: jax.Array, real_BT: jax.Array, domains_BT: jax.Array
 
 
 def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) -> jax.Array:
-    """What a token's experts are chosen by, [B, T, E]: the highest; -inf for experts outside of its groups."""
+    """What a token's experts are chosen by, [B, T, E]: the highest."""
     if correction_E is None and moe.groups == 1:
         return log_scores_BTE
     ranks_BTE = jnp.exp(log_scores_BTE) + (0.0 if correction_E is None else correction_E)
@@ -518,7 +527,8 @@ def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) 
     for _ in range(moe.top_groups):
         item = jnp.argmax(left, axis=-1)[..., None] == jnp.arange(moe.groups)
         chosen, left = chosen | item, jnp.where(item, -jnp.inf, left)
-    return jnp.where(chosen[..., None], in_groups, -jnp.inf).reshape(ranks_BTE.shape)
+    outside = jnp.where(in_groups == -jnp.inf, -jnp.inf, 0.0) if moe.outside is Outside.ZERO else -jnp.inf
+    return jnp.where(chosen[..., None], in_groups, outside).reshape(ranks_BTE.shape)
 
 
 def _close_shares(logits_BTE: jax.Array, chosen_BTkE: jax.Array, closeness: float) -> jax.Array:

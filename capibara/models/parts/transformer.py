@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from capibara.core import projections
@@ -175,6 +176,21 @@ class MLP(nnx.Module):
         return layers.named(y, projections.DOWN)
 
 
+class GatedNorm(layers.Norm):
+    """A norm whose results have a gate: the sigmoid of what an MLP of few dimensions makes of them."""
+
+    def __init__(self, config: TransformerConfig, rank: int, rngs: nnx.Rngs):
+        D = config.embed_dim
+        super().__init__(D, kind=config.norm, eps=config.norm_eps, rngs=rngs, scale=config.norm_scale)
+        self.norm_down = layers.projection(rngs, projections.NORM_DOWN, (D, rank))
+        self.norm_up = layers.projection(rngs, projections.NORM_UP, (rank, D))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = super().__call__(x)
+        gate = layers.dense(jax.nn.silu(layers.dense(y, self.norm_down[...])), self.norm_up[...])
+        return (y * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
+
+
 class Block(nnx.Module):
     """A residual layer: self-attention, then an MLP or a mixture of experts.
 
@@ -183,6 +199,7 @@ class Block(nnx.Module):
     """
 
     attention: Attention | Latent
+    attention_norm: layers.Norm
     relative_bias: RelativeBias | None = None
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
@@ -199,12 +216,7 @@ class Block(nnx.Module):
         if config.one_branch:
             self.branch_norm = config.make_norm(rngs)
             return
-        if config.norm_placement is not NormPlacement.OUTPUT:
-            self.attention_norm = config.make_norm(rngs)
-            if config.residual is not Residual.SHARED:
-                self.mlp_norm = config.make_norm(rngs)
-        if config.norm_placement.of_outputs:
-            self.attention_post_norm, self.mlp_post_norm = config.make_norm(rngs), config.make_norm(rngs)
+        _make_norms(self, config, rngs)
 
     def __call__(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
@@ -228,7 +240,7 @@ class Block(nnx.Module):
         mlp = self.mlp_part(rows, shared, stats)
         if shared.bare:
             return self._bare(x_BTD, attention, mlp), stats
-        return self._joined(x_BTD, attention, mlp, layer_kind), stats
+        return self._joined(x_BTD, attention, mlp, layer_kind, shared), stats
 
     def attended(
         self, x_BTD: jax.Array, rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind
@@ -296,7 +308,7 @@ class Block(nnx.Module):
         mlp = self.mlp_part(rows, shared, {})
         if shared.bare:
             return self._bare(x_BTD, attention, mlp), written
-        return self._joined(x_BTD, attention, mlp, layer_kind), written
+        return self._joined(x_BTD, attention, mlp, layer_kind, shared), written
 
     def _beside(self, x_BTD: jax.Array, kind: LayerKind, attended: Branch, mixed: Branch) -> jax.Array:
         """What attention and the mixer make of the same input, together; most kinds of layers have one of them."""
@@ -326,7 +338,7 @@ class Block(nnx.Module):
             x_BTD = residual(x_BTD + self._scaled(attention(within(x_BTD))))
         return self.add(x_BTD, "mlp", mlp)
 
-    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch, kind: LayerKind) -> jax.Array:
+    def _joined(self, x_BTD: jax.Array, attention: Branch, mlp: Branch, kind: LayerKind, shared: Shared) -> jax.Array:
         if self.config.residual is Residual.SHARED:
             h_BTD = within(self.attention_norm(x_BTD))
             with jax.named_scope("attention"):
@@ -337,7 +349,8 @@ class Block(nnx.Module):
             y = self._normed(x_BTD, "attention", attention, kind) + self._normed(x_BTD, "mlp", mlp, kind)
             return residual(x_BTD + self._scaled(y))
         x_BTD = self.add(x_BTD, "attention", attention, kind)
-        return self.add(x_BTD, "mlp", mlp, kind)
+        has_gate = self.config.norm_gate_rank is not None and self.config.moe is not None and not shared.dense
+        return self.add(x_BTD, "gated_mlp" if has_gate else "mlp", mlp, kind)
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
@@ -376,6 +389,21 @@ class Block(nnx.Module):
             if placement.of_outputs:
                 y = getattr(self, f"{name}_post_norm")(y)
             return y
+
+
+def _make_norms(block: Block, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+    rank, names = config.norm_gate_rank, []
+    if config.norm_placement is not NormPlacement.OUTPUT:
+        names = ["attention_norm"] if config.residual is Residual.SHARED else ["attention_norm", "mlp_norm"]
+    if config.norm_placement.of_outputs:
+        names += ["attention_post_norm", "mlp_post_norm"]
+    if rank is not None:
+        plain = ["mlp_norm"] if config.moe is None or config.dense_layers else []
+        for name in ("attention_norm",) if config.moe is None else ("attention_norm", "gated_mlp_norm"):
+            setattr(block, name, GatedNorm(config, rank, rngs))
+        names = plain
+    for name in names:
+        setattr(block, name, config.make_norm(rngs))
 
 
 def _attention_of(block: Block, kind: LayerKind) -> Attention | Latent:

@@ -172,6 +172,13 @@ CASES: dict[str, dict[str, Any]] = {
     | {"rope_parameters": {WHOLE: LAGUNA_YARN, WINDOW: rope(theta=100.0, partial_rotary_factor=1.0)}},
     "laguna_elements": dict(RMS, model_type="laguna", num_hidden_layers=3, head_dim=16, gating="per-element")
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    "axk2": dict(RMS, model_type="axk2", mlp_layer_types=["dense", "sparse", "sparse"], gated_norm_rank=5)
+    | DEEPSEEK
+    | LATENT
+    | {"index_topk": 7, "index_n_heads": 16, "index_head_dim": 12, "rope_parameters": YARN},
+    "axk2_ungrouped": dict(RMS, model_type="axk2", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    | LATENT
+    | {"first_k_dense_replace": 0, "index_topk": 40, "rope_parameters": rope()},
     "minimax_m3": dict(M3, model_type="minimax_m3_vl_text"),
     "axk1": dict(RMS, model_type="axk1", mlp_layer_types=["dense", "sparse", "sparse"])
     | DEEPSEEK

@@ -109,6 +109,7 @@ class SharedKeysConfig(DecoderConfig):
             "local_heads": (None,),
             "logit_scale": (1.0,),
             "mixer": (None,),
+            "norm_gate_rank": (None,),
             "norm_placement": (NormPlacement.SANDWICH,),
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),

@@ -269,6 +269,7 @@ FAMILIES = (
                 "scale": "routed_scaling_factor",
             },
             partial=True,
+            mixer_keys=_INDEXER,
             read_moe=read_mlp_types,
             read_keys=("layer_types", "mlp_layer_types", _OWN_CONFIG, _OWN_MLPS),
             prepare=_prepare_m3,

@@ -182,10 +182,12 @@ MISTRAL4 = Family(
 )
 
 
-def _prepare_axk1(values: Values) -> Values:
+def prepare_axk(values: Values) -> Values:
     """With a kind of MLP for each layer, and latents of the queries."""
     if values.get("q_lora_rank") is None:
-        raise UserError("config.json of an axk1 has q_lora_rank = None, must be at least 1: copy the file again")
+        raise UserError(
+            f"config.json of an {values['model_type']} has q_lora_rank = None, must be at least 1: copy the file again"
+        )
     if values.get("mlp_layer_types") is not None:
         return values
     first, every = values["first_k_dense_replace"], values["moe_layer_freq"]
@@ -325,7 +327,7 @@ FAMILIES = (
             moe=DEEPSEEK_MOE | {"output_norm": "layer"},
             moe_keys={ours: key for ours, key in DEEPSEEK_KEYS.items() if ours != "first_dense"},
             read_moe=read_mlp_types,
-            prepare=_prepare_axk1,
+            prepare=prepare_axk,
             read=read_latent,
             write=_write_lite,
             **_COMMON,

@@ -1,7 +1,8 @@
-"""DeepSeek-V3.2 (2025) and GLM-5 (Z.ai 2026): latent attention to the keys that an indexer chooses."""
+"""DeepSeek-V3.2 (2025), GLM-5 (Z.ai 2026) and A.X-K2 (SK Telecom 2026): latent attention to keys that an indexer chooses."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,11 @@ from capibara.interop.hf.catalog.experts.glm import (
     with_mlp_types,
     write_mlp_types,
 )
-from capibara.interop.hf.catalog.latent.deepseek import LATENT_ROWS, read_latent, write_latent
+from capibara.interop.hf.catalog.latent.deepseek import LATENT_ROWS, prepare_axk, read_latent, write_latent
 from capibara.interop.hf.layout.family import LATENT_SIZES, NO_BIAS, SILU, WITHOUT_GROUPS, Family, Values
-from capibara.interop.hf.layout.rows import DEEPSEEK_EXPERTS, LLAMA_LIKE, A, L, Names, rows
+from capibara.interop.hf.layout.rows import DEEPSEEK_EXPERTS, LLAMA_LIKE, A, L, Names, rows, without
 from capibara.kernels.rotary import Pairs
-from capibara.models.api import Indexer, TransformerConfig
+from capibara.models.api import DecoderConfig, Indexer, TransformerConfig
 
 _I = A + "indexer/"
 _ROWS = rows(
@@ -104,6 +105,62 @@ _COMMON: dict[str, Any] = dict(
     read_moe=read_mlp_types,
 )
 
+# --- A.X-K2: queries and a gate of all latents, gates of norms -------------------------------------------------------
+
+_RANK = "gated_norm_rank"
+_ATTENTION_NORM, _EXPERTS_NORM = "layers/attention_norm/", "layers/gated_mlp_norm/"
+_AXK2 = (
+    without(LATENT_ROWS, "q_b_proj", "input_layernorm")
+    + rows(
+        [
+            (L + "self_attn.q_b_proj.weight", "nh q", f"{A}query_up {A}gate_up", "h"),
+            *(
+                row
+                for name, ours in (("input", _ATTENTION_NORM), ("post_attention", _EXPERTS_NORM))
+                for row in (
+                    (f"{L}{name}_layernorm.norm.weight", "d", ours + "scale"),
+                    (f"{L}{name}_layernorm.W_down.weight", "s d", ours + "norm_down"),
+                    (f"{L}{name}_layernorm.W_up.weight", "d s", ours + "norm_up"),
+                )
+            ),
+        ],
+        {
+            **dict.fromkeys((A + "query_up", A + "gate_up"), "lqnh"),
+            **{
+                ours + name: layout
+                for ours in (_ATTENTION_NORM, _EXPERTS_NORM)
+                for name, layout in (("scale", "ld"), ("norm_down", "lds"), ("norm_up", "lsd"))
+            },
+        },
+    )
+    + _ROWS
+    + DEEPSEEK_EXPERTS
+)
+# transformers' names in memory, and those of files.
+_AXK2_NAMES = (
+    (r"\.self_attn\.q_gate_proj\.", ".self_attn.q_b_proj."),
+    (r"layernorm\.mlp\.fc1\.", "layernorm.W_down."),
+    (r"layernorm\.mlp\.fc2\.", "layernorm.W_up."),
+)
+
+
+def _prepare_axk2(values: Values) -> Values:
+    groups = {key: values.get(key) for key in ("n_group", "topk_group")}
+    if len({value is None for value in groups.values()}) > 1:
+        raise UserError(f"config.json has {groups}, must be n_group and topk_group or neither: copy the file again")
+    return prepare_axk(values)
+
+
+def _read_axk2(values: Values) -> dict[str, Any]:
+    fields = _read(Pairs.HALVES)(values)
+    latent: dict[str, Any] = {"queries": "both"}
+    return fields | {"latent": dataclasses.replace(fields["latent"], **latent), "norm_gate_rank": values[_RANK]}
+
+
+def _write_axk2(config: TransformerConfig) -> dict[str, Any]:
+    return _write(config) | ({_RANK: config.norm_gate_rank} if isinstance(config, DecoderConfig) else {})
+
+
 FAMILIES = (
     (
         Family(
@@ -134,5 +191,29 @@ FAMILIES = (
             **_COMMON,
         ),
         Names(LATENT_ROWS + _ROWS + DEEPSEEK_EXPERTS, *LLAMA_LIKE, parts=r"^model\.layers\.78\."),
+    ),
+    (
+        Family(
+            model_type="axk2",
+            architectures=("AXK2ForCausalLM",),
+            fixed={"attention_gate": "sigmoid"},
+            defaults=_DEFAULTS
+            | {
+                "kv_lora_rank": 128,
+                "q_lora_rank": 384,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 64,
+                "qk_nope_head_dim": 64,
+            }
+            | {"num_key_value_heads": 32, "n_routed_experts": 128, "moe_intermediate_size": 512, "index_n_heads": 16}
+            | {"first_k_dense_replace": 1, "moe_layer_freq": 1, _RANK: 16},
+            read_keys=(*_READ_KEYS, "n_group", "topk_group"),
+            prepare=_prepare_axk2,
+            read=_read_axk2,
+            write=_write_axk2,
+            **_COMMON
+            | {"aliases": {"num_local_experts": "n_routed_experts"}, "moe": DEEPSEEK_MOE | {"outside": "zero"}},
+        ),
+        Names(_AXK2, (*LLAMA_LIKE[0], *_AXK2_NAMES), LLAMA_LIKE[1]),
     ),
 )
