@@ -54,6 +54,9 @@ from capibara.sharding import RematPolicy, constrain
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]
 
 
+_NEVER = -3e4  # logit of a token without a row of the output projection; finite in float16
+
+
 class InputsAttention(enum.StrEnum):
     """Whether an example's inputs attend causally, or to each other in both directions.
 
@@ -96,6 +99,8 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
         all share the last.
       inputs_attention: whether an example's inputs attend to each other in both directions; Dataset.kind is then
         "prefix".
+      output_rows: rows of an output projection of its own; tokens beyond them are read and never predicted (Apertus 1.5);
+        None: vocab_size.
       logit_scale: factor of the final hidden states before the head; embed_dim**-0.5 in T5X's tied decoders.
       query_growth, query_growth_length: queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p /
         query_growth_length)) (Llama 4, Ministral 3); 0: they are not.
@@ -121,6 +126,7 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
     relative_buckets: int = 32
     relative_distance: int = 128
     inputs_attention: InputsAttention = InputsAttention.CAUSAL
+    output_rows: int | None = None
     logit_scale: float = 1.0
     query_growth: float = 0.0
     query_growth_length: int | None = None
@@ -336,7 +342,17 @@ def _check_windows(config: DecoderConfig) -> None:
 
 def _check_ends(config: DecoderConfig) -> None:
     head.check(config)
-    name = type(config).__name__
+    name, rows = type(config).__name__, config.output_rows
+    if rows is not None and (
+        not 1 <= rows < config.vocab_size
+        or config.head is not Head.SEPARATE
+        or config.head_bias is not HeadBias.NONE
+        or config.logit_soft_cap is not None
+    ):
+        raise UserError(
+            f"{name}.output_rows is {rows}, must be from 1 to below vocab_size ({config.vocab_size}), with head 'separate', without "
+            "head_bias and logit_soft_cap: leave it out"
+        )
     if config.transform is not Transform.NONE and (config.head is Head.SCORE or config.value_head):
         raise UserError(
             f"{name}.transform is 'dense', must be 'none' with scores or values of hidden states: leave it out, or set "
@@ -401,7 +417,8 @@ class DecoderBase(Transforming, nnx.Module):
         if config.transform is Transform.DENSE:
             self.make_transform(config, (D, D), config.make_norm(rngs), rngs)
         if config.head is Head.SEPARATE:
-            self.output = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(D**-0.5))
+            shape = (config.output_rows or V, D)
+            self.output = layers.param(rngs, shape, ("vocab", "embed"), layers.normal(D**-0.5))
         if config.head is Head.SCORE:
             self.score = layers.param(rngs, (D,), ("embed",), layers.normal(0.02))
         if config.has_gates:
@@ -447,11 +464,17 @@ class DecoderBase(Transforming, nnx.Module):
     def head(self) -> jax.Array:
         """The output projection [V, D]: logits are hidden @ head.T. With a bias [V, D + 1], its last column the bias.
 
+        With output_rows a bias excludes the tokens that have none.
+
         Of Head.SCORE [1, D].
         """
         if self.config.head is Head.SCORE:
             return self.score[...][None]
         head_VD = trainable_tokens.table(self) if self.config.head is Head.TIED else self.output[...]
+        if self.config.output_rows is not None:
+            absent = self.config.vocab_size - self.config.output_rows
+            bias_V1 = jnp.pad(jnp.zeros((self.config.output_rows, 1)), ((0, absent), (0, 0)), constant_values=_NEVER)
+            return jnp.concatenate([jnp.pad(head_VD, ((0, absent), (0, 0))), bias_V1.astype(head_VD.dtype)], axis=1)
         if self.config.head_bias is HeadBias.NONE:
             return head_VD
         dtype = jnp.promote_types(head_VD.dtype, self.config.dtype.value)  # not that of a frozen embedding for the bias
@@ -463,7 +486,8 @@ class DecoderBase(Transforming, nnx.Module):
         x = dropout.apply(drop, constrain(x, ("batch", "act_time", "act_embed")), Site.FINAL)
         x = self.transformed(self.config, x) if self.config.transform is Transform.DENSE else x
         x = x if self.config.logit_scale == 1 else x * self.config.logit_scale
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if self.config.head_bias is HeadBias.VOCAB else x
+        has_bias = self.config.head_bias is HeadBias.VOCAB or self.config.output_rows is not None
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1) if has_bias else x
 
     @property
     def _shares(self) -> jax.Array | None:

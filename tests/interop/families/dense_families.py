@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from family_sizes import LAYER, RMS, SIZES, rope
+from family_sizes import LAYER, RMS, SIZES, VOCAB, rope
 
 WHOLE, WINDOW = "full_attention", "sliding_attention"
 YARN = rope("yarn", theta=500.0, factor=4.0, original_max_position_embeddings=16)
@@ -92,6 +92,8 @@ CASES: dict[str, dict[str, Any]] = {
     "apertus1p5": dict(
         RMS, model_type="apertus1p5_text", hidden_act="xielu", attention_bias=True, rope_parameters=LLAMA3
     ),
+    "apertus1p5_pruned": dict(RMS, model_type="apertus1p5_text", vocab_size=112, output_vocab_size=VOCAB)
+    | {"hidden_act": "xielu", "num_hidden_layers": 1, "rope_parameters": rope()},
     "olmo2": dict(RMS, model_type="olmo2", rope_parameters=rope(theta=500.0)),
     "gemma4": dict(GEMMA4, hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, num_kv_shared_layers=2)
     | {"num_hidden_layers": 5, "layer_types": [WINDOW, WHOLE, WINDOW, WINDOW, WHOLE], "rope_parameters": GEMMA4_ROPE}

@@ -332,3 +332,26 @@ def test_packed_documents_have_blocks_of_their_own():
     tokens[6] += 1 - 2 * (tokens[6] > 0)  # the second token of that document: in its first block
     same = np.abs(logits(segments == 2) - before).max(axis=-1) < 1e-6
     np.testing.assert_array_equal(same, [True] + [False] * 3 + [True] * 7)
+
+
+def test_tokens_without_a_row_of_the_output_projection_are_read_and_never_predicted():
+    config = dataclasses.replace(TINY, head="separate", output_rows=50)
+    model = api.build(config)
+    params = random_params(model)
+    assert params["output"].shape == (50, 32) and params["embedding"].shape == (64, 32)
+    batch = batch_of([[16]])
+    logits = np.asarray(jax.jit(model.logits)(params, batch))
+    whole = params | {"output": jnp.pad(params["output"], ((0, 14), (0, 0)))}
+    want = np.asarray(jax.jit(api.build(dataclasses.replace(config, output_rows=None)).logits)(whole, batch))
+    np.testing.assert_allclose(logits[..., :50], want[..., :50], rtol=0, atol=1e-5)
+    assert np.all(np.asarray(jax.nn.softmax(logits))[..., 50:] == 0)
+    cache, served = model.start_cache(1, 16), model.serving(params)
+    piece = {"tokens": batch["tokens"], "counts": np.full(1, 16, np.int32)}
+    last, _ = jax.jit(model.prefill)(served, piece, cache)
+    np.testing.assert_allclose(last, logits[:, -1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [dict(output_rows=64), dict(output_rows=50, head="tied"), dict(output_rows=0)])
+def test_a_shorter_output_projection_is_a_separate_one(fields):
+    with pytest.raises(UserError, match="output_rows is .*, must be from 1 to below vocab_size"):
+        dataclasses.replace(TINY, **{"head": "separate"} | fields)

@@ -111,6 +111,7 @@ class SharedKeysConfig(DecoderConfig):
             "mixer": (None,),
             "norm_gate_rank": (None,),
             "norm_placement": (NormPlacement.SANDWICH,),
+            "output_rows": (None,),
             "positions": (Positions.ROPE,),
             "qk_norm": (QKNorm.HEAD,),
             "query_growth": (0.0,),

@@ -1,13 +1,13 @@
 """Apertus (Swiss AI 2025, arXiv:2509.14233) and Apertus 1.5 (2026): a plain MLP whose activation, xIELU, has parameters.
 
-A head of Apertus 1.5 that has fewer rows than the embedding is not read.
+Heads of Apertus 1.5 may lack the tokens that images and sounds are read as.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import ATTENTION_BIAS, KEYS, SILU, Family, Values, with_rope
 from capibara.interop.hf.layout.rows import (
     ATTENTION_BIASES,
@@ -21,6 +21,7 @@ from capibara.interop.hf.layout.rows import (
     rows,
     without,
 )
+from capibara.models.api import DecoderConfig, TransformerConfig
 
 _ROPE = {
     "rope_type": "llama3",
@@ -64,19 +65,14 @@ _APERTUS = Family(
 _PRUNED = "output_vocab_size"
 
 
-def _prepare_text(values: Values) -> Values:
-    """The same for Apertus 1.5.
+def _read_text(values: Values) -> dict[str, Any]:
+    rows = values.get(_PRUNED)
+    return {"output_rows": None if rows == values["vocab_size"] else rows}
 
-    Raises:
-      UserError: the head has fewer rows than the embedding.
-    """
-    rows, vocabulary = values.get(_PRUNED), values.get("vocab_size")
-    if rows is not None and rows != vocabulary:
-        raise UserError(
-            f"config.json has {_PRUNED} = {rows}, must be without or vocab_size ({vocabulary}): a head without some tokens is not "
-            "read, take a model whose head is whole"
-        )
-    return with_rope(values, _ROPE)
+
+def _write_text(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    return {_PRUNED: config.output_rows}
 
 
 FAMILIES = (
@@ -87,7 +83,9 @@ FAMILIES = (
             model_type="apertus1p5_text",
             architectures=("Apertus1p5TextForCausalLM",),
             read_keys=(*_APERTUS.read_keys, _PRUNED),
-            prepare=_prepare_text,
+            mixer_keys={"output_rows": _PRUNED},
+            read=_read_text,
+            write=_write_text,
         ),
         Names(_BLOCK + _ACTIVATION, *LLAMA_LIKE, r"^(?:model\.)?(?:vision_tokenizer|audio_tokenizer)\."),
     ),
