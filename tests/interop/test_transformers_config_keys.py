@@ -66,7 +66,9 @@ MISLOADED = {"youtu": ("pad_token_id",), "kimi_k25": ("image_token_id", "video_t
 MISLOADED |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), ("rescale_prenorm_residual",))
 # Its tables of decays, which are no parameters, are stored and loaded in the dtype of the weights, and rounded to it.
 MISLOADED |= dict.fromkeys(("minimax", "minimax_window", "minimax_lightning"), ("dtype", "torch_dtype"))
-MISLOADED |= {"gemma4_vl": ("image_token_id", "video_token_id", "audio_token_id")}
+MISLOADED |= dict.fromkeys(("gemma4_vl", "gemma4_vl_moe"), ("image_token_id", "video_token_id", "audio_token_id"))
+_INDICES = ("image_token_index", "video_token_index")
+MISLOADED |= {"minimax_m3_vl": (*_INDICES, "image_token_id", "video_token_id")}
 
 
 def inputs(config: api.TransformerConfig, model_type: str) -> dict[str, np.ndarray]:

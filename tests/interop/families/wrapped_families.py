@@ -17,6 +17,12 @@ TEXT = {key: value for key, value in RMS.items() if key != "tie_word_embeddings"
 GRID = rope(mrope_section=[2, 1, 1])
 QWEN2 = dict(TEXT, num_hidden_layers=4, use_sliding_window=True, sliding_window=8, max_window_layers=2)
 WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA4 = dict(TEXT, model_type="gemma4_text", num_hidden_layers=3, layer_types=[WINDOWS[0], WINDOWS[0], WINDOWS[1]])
+GEMMA4 |= dict(head_dim=12, global_head_dim=16, sliding_window=5, final_logit_softcapping=3.0, pad_token_id=0)
+GEMMA4_SIGHT = dict(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+)
+GEMMA4_SIGHT |= dict(head_dim=8, patch_size=14, position_embedding_size=16)
 
 
 def around(model_type: str, text: dict[str, Any], sight: dict[str, Any] = SIGHT, **more: Any) -> dict[str, Any]:
@@ -92,11 +98,16 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "gemma4_vl": around(
         "gemma4",
-        dict(TEXT, model_type="gemma4_text", num_hidden_layers=3, layer_types=[WINDOWS[0], WINDOWS[0], WINDOWS[1]])
-        | dict(head_dim=12, global_head_dim=16, sliding_window=5, final_logit_softcapping=3.0)
-        | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96, pad_token_id=0),
-        dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
-        | dict(head_dim=8, patch_size=14, position_embedding_size=16),
+        GEMMA4 | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=96),
+        GEMMA4_SIGHT,
+        audio_config=None,
+    ),
+    "gemma4_vl_moe": around(
+        "gemma4",
+        GEMMA4
+        | dict(hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2)
+        | dict(moe_intermediate_size=24),
+        GEMMA4_SIGHT,
         audio_config=None,
     ),
     "minimax_m3_vl": around(
