@@ -58,7 +58,8 @@ class Latent(nnx.Module):
         self.value_up = layers.projection(rngs, projections.VALUE_UP, (latent.kv_rank, N, V))
         self.out = layers.projection(rngs, projections.OUT, (N, V, D), 0.5 / config.num_layers)
         if latent.queries is QueryLatents.BOTH:
-            self.gate_up = layers.projection(rngs, projections.LATENT_GATE, (inputs, N, V))
+            gate = layers.projection(rngs, projections.LATENT_GATE, (inputs, N, V))
+            setattr(self, projections.LATENT_GATE.name, gate)
         else:
             make_gate(self, config, rngs)
 
