@@ -55,6 +55,11 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
             {"layer_types": ["sliding_attention"] * 4},
             "layer_types sliding_attention, .* must be one of minimax_m3",
         ),
+        (
+            "minimax_m3",
+            {"rope_parameters": {"rope_theta": 500.0}},
+            r"index_head_dim = 10, .* rope_parameters .*rope_scaling. rotate",
+        ),
         ("minimax_m3", {"sparse_attention_config": 3}, "sparse_attention_config = 3, must be an object"),
         ("minimax_m3", {"index_local_blocks": 4}, "BlockIndexer.recent .* recent is index_local_blocks"),
         ("bailing_hybrid", {"layer_types": None, "layer_group_size": 0}, "layer_group_size = 0, must be at least 1"),

@@ -145,6 +145,22 @@ def _prepare_m3(values: Values) -> Values:
     return values
 
 
+def _check_rotated(values: Values) -> None:
+    """Checks that the indexer's heads have the dimensions that are rotated: transformers cuts their angles off.
+
+    Raises:
+      UserError: they have fewer.
+    """
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    share = rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
+    size, heads = values["index_head_dim"], values["head_dim"]
+    if size < int(heads * share):
+        raise UserError(
+            f"config.json has index_head_dim = {size}, must be at least the dimensions of head_dim = {heads} that rope_parameters "
+            f"(rope_scaling) rotate by partial_rotary_factor = {share}: take another model"
+        )
+
+
 def _read_m3(values: Values) -> dict[str, Any]:
     types, count = values["layer_types"], values["num_hidden_layers"]
     if len(types) != count or not {*types} <= {*_SPARSE}:
@@ -154,6 +170,7 @@ def _read_m3(values: Values) -> dict[str, Any]:
         )
     fields: dict[str, Any] = {"layer_pattern": shortest([_SPARSE[kind] for kind in types])}
     if "minimax_m3_sparse" in types:
+        _check_rotated(values)
         fields["block_indexer"] = BlockIndexer(**{ours: values[theirs] for ours, theirs in _INDEXER.items()})
     return fields
 
