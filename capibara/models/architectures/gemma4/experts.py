@@ -31,11 +31,13 @@ class NormedExperts(MoeMLP):
         x_BTD = self.router_norm(super().router_inputs(x_BTD))
         return x_BTD * self.router_scale[...] * x_BTD.shape[-1] ** -0.5
 
-    def _experts(self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None) -> jax.Array:
+    def weighted_sum(
+        self, x_BTD: jax.Array, choice: Choice | ExpertChoice, positions_BTk: jax.Array | None
+    ) -> jax.Array:
         assert isinstance(choice, Choice), "the configuration checks it"
         scale_BTk = jnp.take(self.expert_scale[...], choice.experts, mode="clip")  # padding has no expert, and gate 0
         scaled = choice._replace(gates=choice.gates * scale_BTk)
-        return self.experts_post_norm(super()._experts(self.experts_norm(x_BTD), scaled, positions_BTk))
+        return self.experts_post_norm(super().weighted_sum(self.experts_norm(x_BTD), scaled, positions_BTk))
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
         return self.shared_post_norm(super()._shared(self.shared_norm(x_BTD)))
