@@ -255,6 +255,6 @@ def test_convert_copies_the_modules_and_says_where_it_leaves_them_out(tmp_path, 
     copied = safetensors.numpy.load_file(os.path.join(tmp_path, "b", "model.safetensors"))
     assert copied.keys() == tensors.keys() and all(np.array_equal(copied[name], tensors[name]) for name in tensors)
     with caplog.at_level(logging.WARNING):
-        source = conversion._without_mtp(open_model.open_model(str(tmp_path / "a")), "GGUF files have none here")
+        source = conversion.without_mtp(open_model.open_model(str(tmp_path / "a")), "GGUF files have none here")
     assert "modules for multi-token prediction are left out: GGUF files have none here" in caplog.text
     assert hf_config.from_hf(source.config).mtp is None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from capibara.config import configurable
+from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.experts.operation import HIDDEN, Arrays, ExpertOperation, Place
 
@@ -105,7 +106,7 @@ class UpcycleExperts(ExpertOperation):
         count = experts["up"].shape[2]
         for expert in range(self.experts):
             units = draw.permutation(count)[: round(self.drop_ratio * count)]
-            for name in ("up", "gate", "down"):
+            for name in (item.name for item in projections.EXPERTS):
                 if name in experts and len(units):
                     by_unit = np.moveaxis(experts[name][expert], HIDDEN[name] - 1, 0)  # a view
                     replaced = by_unit[units]

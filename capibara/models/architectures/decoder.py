@@ -43,6 +43,7 @@ from capibara.models.parts.config import (
     NormPlacement,
     Positions,
     Residual,
+    check_branches,
 )
 from capibara.models.parts.head import Transform, TransformBias, Transformed, Transforming
 from capibara.models.parts.kinds import LayerKind, Patterned
@@ -195,8 +196,9 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
             )
         rotated = [self.rope.rotated_dims(self.rotary_size, local=local) for local in (False, True)]
         if self.positions is Positions.ROPE and not min(rotated):
+            name = "local_fraction" if rotated[0] else "fraction"
             raise UserError(
-                f"Rope.{'local_' * (rotated[0] > 0)}fraction of head_dim ({self.head_size}) must be at least 2 dimensions, or "
+                f"Rope.{name} ({getattr(self.rope, name)}) of head_dim ({self.head_size}) must be at least 2 dimensions, or "
                 "nothing is rotated: try 0.25, or DecoderConfig.positions = 'none'"
             )
         if self.positions is Positions.ROPE:
@@ -270,7 +272,7 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
                 f"DecoderConfig.positions ({str(self.positions)!r}) are of attention, no layer of layer_pattern attends: "
                 "write 'none'"
             )
-        _check_branches(self)
+        check_branches(self)
         if self.mixed_norms and (not (recurrent and attends) or LayerKind.HYBRID in self.kinds):
             raise UserError(
                 f"DecoderConfig.norm_placement is 'mixed', must have recurrent layers and others that attend alone, layer_pattern has "
@@ -285,25 +287,6 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
             raise UserError(
                 "DecoderConfig.inputs_attention is 'bidirectional', recurrent layers read forwards: write 'causal'"
             )
-
-
-def _check_branches(config: DecoderConfig) -> None:
-    """Refuses what a layer of one branch has no place for."""
-    if not config.one_branch:
-        return
-    if LayerKind.FEED_FORWARD in config.kinds and not config.mlp_dim:
-        raise UserError("DecoderConfig.mlp_dim is 0, and layer_pattern has feed_forward layers: try 4 x embed_dim")
-    if not config.mlp_dim and config.moe is not None:
-        raise UserError("DecoderConfig.mlp_dim is 0, the layers have no MLP, and moe is set: leave it out")
-    unsupported = {
-        f"residual is {str(config.residual)!r}": config.residual is not Residual.SEQUENTIAL,
-        f"norm_placement is {str(config.norm_placement)!r}": config.norm_placement is not NormPlacement.PRE,
-        f"Moe.first_dense is {config.first_dense}": config.first_dense > 0,
-        "Moe.pattern has 'dense'": len(config.dense_layers) > config.first_dense,
-    }
-    for option, is_set in unsupported.items():
-        if is_set:
-            raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")
 
 
 def _check_streaming(config: DecoderConfig, pattern: StreamingHeads) -> None:

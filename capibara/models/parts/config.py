@@ -595,3 +595,22 @@ def refuse(config: TransformerConfig, *names: str) -> None:
         raise UserError(f"{type(config).__name__}.qk_norm ('unit') is for decoders only: try 'head'")
     if config.activation is Activation.XIELU:
         raise UserError(f"{type(config).__name__}.activation ('xielu') is for decoders only: try 'gelu'")
+
+
+def check_branches(config: TransformerConfig) -> None:
+    """Refuses what a layer of one branch has no place for."""
+    if not config.one_branch:
+        return
+    if LayerKind.FEED_FORWARD in config.kinds and not config.mlp_dim:
+        raise UserError("DecoderConfig.mlp_dim is 0, and layer_pattern has feed_forward layers: try 4 x embed_dim")
+    if not config.mlp_dim and config.moe is not None:
+        raise UserError("DecoderConfig.mlp_dim is 0, the layers have no MLP, and moe is set: leave it out")
+    unsupported = {
+        f"residual is {str(config.residual)!r}": config.residual is not Residual.SEQUENTIAL,
+        f"norm_placement is {str(config.norm_placement)!r}": config.norm_placement is not NormPlacement.PRE,
+        f"Moe.first_dense is {config.first_dense}": config.first_dense > 0,
+        "Moe.pattern has 'dense'": len(config.dense_layers) > config.first_dense,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise UserError(f"DecoderConfig's layers have one branch each, and {option}: leave it out")

@@ -142,10 +142,7 @@ class MoeMLP(nnx.Module):
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
         positions_BTk = None
         if isinstance(choice, Choice) and moe.has_capacity:
-            positions_BTk = router.positions_in_experts(choice.experts, moe.num_experts, row_positions_T)
-            late = (positions_BTk >= moe.capacity(x_BTD.shape[1])) & (choice.experts < moe.num_experts)
-            stats["dropped"] = jnp.sum(late.astype(jnp.float32))
-            choice = choice._replace(gates=jnp.where(late, 0.0, choice.gates))
+            choice, positions_BTk, stats["dropped"] = _within_capacity(choice, moe, row_positions_T)
         y = self.weighted_sum(x_BTD, choice, positions_BTk)
         if (domains := usage.domains()) is not None:
             ranks = _ranks(self, x_BTD, choice, positions_BTk)
@@ -248,6 +245,16 @@ class MoeMLP(nnx.Module):
             y_ND = dispatch.dropless(x_ND, experts, gates, weights, activation, axes, tokens_N1)
             y = jnp.sum(y_ND.reshape(*x_BTD.shape[:2], -1, x_BTD.shape[2]), axis=2)
         return sharding.psum(y, axes.partial) if axes.partial else y
+
+
+def _within_capacity(
+    choice: Choice, moe: Moe, row_positions_T: jax.Array | None
+) -> tuple[Choice, jax.Array, jax.Array]:
+    """The choice without tokens that come too late to their experts, the tokens' places there, and how many came too late."""
+    positions_BTk = router.positions_in_experts(choice.experts, moe.num_experts, row_positions_T)
+    late = (positions_BTk >= moe.capacity(choice.experts.shape[1])) & (choice.experts < moe.num_experts)
+    gates = jnp.where(late, 0.0, choice.gates)
+    return choice._replace(gates=gates), positions_BTk, jnp.sum(late.astype(jnp.float32))
 
 
 def _ranks(

@@ -55,7 +55,7 @@ def the_cache_gives_whole_rows(config, first=9, sizes=(14, 1)):
     pieces = [logits[:, None]]
     for size in sizes:
         piece = {"tokens": batch["tokens"][:, at : at + size], "counts": np.full(2, size, np.int32)}
-        logits, cache = jax.jit(model.extend)(served, piece, cache)
+        logits, _, cache = jax.jit(model.extend)(served, piece, cache)
         pieces.append(logits)
         at += size
     np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), want[:, first - 1 : at], rtol=0, atol=5e-5)

@@ -13,7 +13,6 @@ from capibara.core.types import UserError
 from capibara.models import api
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.rope import Rope
-from capibara.models.parts.latent_sizes import LatentAttention
 from capibara.models.parts.router import Moe
 from capibara.sharding import Remat
 
@@ -236,14 +235,6 @@ def test_flops_count_the_matmuls_that_are_there():
         ),
         (dict(inner_norm="layer", moe=Moe(num_experts=2, top_k=1)), "inner_norm is for MLPs, not for experts"),
         (dict(logit_soft_cap=0.0), "logit_soft_cap is 0.0, must be finite and above 0: try None"),
-        (
-            dict(
-                attention_gate="sigmoid",
-                num_kv_heads=None,
-                latent=LatentAttention(kv_rank=8, rotary_dim=4, value_dim=4),
-            ),
-            r"attention_gate \(sigmoid\) has no effect with DecoderConfig.latent",
-        ),
         (dict(first_norm="none", norm_placement="sandwich"), "first_norm 'none' is for norm_placement 'pre'"),
         (dict(first_norm="none", moe=Moe(num_experts=2, top_k=1)), "num_layers of at least 2, without moe and mixer"),
         (dict(transform="dense", head="score"), "transform is 'dense', must be 'none' with scores or values"),

@@ -90,7 +90,7 @@ def test_the_cache_gives_what_whole_rows_give(pieces):
             logits, cache = jax.jit(model.prefill)(served, piece, cache)
             got.append(logits[:, None])
         else:
-            logits, cache = jax.jit(model.extend)(served, piece, cache)
+            logits, _, cache = jax.jit(model.extend)(served, piece, cache)
             got.append(logits)
         at += size
     got = jnp.concatenate(got, axis=1)

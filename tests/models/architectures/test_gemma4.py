@@ -76,7 +76,7 @@ def test_the_cache_gives_what_whole_rows_give(config):
     got.append(logits[:, None])
     for size in (14, 1):
         piece = {"tokens": batch["tokens"][:, at : at + size], "counts": np.full(2, size, np.int32)}
-        logits, cache = jax.jit(model.extend)(served, piece, cache)
+        logits, _, cache = jax.jit(model.extend)(served, piece, cache)
         got.append(logits)
         at += size
     np.testing.assert_allclose(jnp.concatenate(got, axis=1), want[:, 8:], rtol=0, atol=2e-5)

@@ -62,7 +62,8 @@ def test_layers_count_flops_by_their_heads():
 def test_a_smaller_copy_has_smaller_values():
     values = {"head_dim": 8}
     assert CONFIG.emulated(values, 0.5) == {"value_dim": 8}
-    assert "DecoderConfig.local_heads" in CONFIG.unplanned
+    assert "DecoderConfig.value_dim" in CONFIG.unplanned
+    assert "DecoderConfig.local_heads" in dataclasses.replace(CONFIG, value_dim=None).unplanned
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_rows_go_on_by_several_tokens_at_once(name):
     _, cache = jax.jit(model.prefill)(params, {"tokens": tokens[:, :4], "counts": np.array([4, 2])}, cache)
     pieces = np.stack([tokens[0, 4:12], tokens[1, 2:10]])  # more than the window; of the second row three are padding
     batch = {"tokens": pieces, "counts": np.array([8, 5])}
-    every, extended = jax.jit(model.extend)(params, batch, cache)
+    every, _, extended = jax.jit(model.extend)(params, batch, cache)
     last, resumed = jax.jit(model.resume)(params, batch, cache)
     np.testing.assert_allclose(every[0], want[0, 4:12], rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(every[1, :5], want[1, 2:7], rtol=2e-4, atol=2e-4)
@@ -307,7 +307,7 @@ def cut(name, dtype, pieces):
         else:
             logits, cache = jax.jit(model.prefill)(params, batch | encoder, cache)
         at += size
-    more, cache = jax.jit(model.extend)(params, {"tokens": tokens[:, at : at + 4], "counts": np.full(2, 4)}, cache)
+    more, _, cache = jax.jit(model.extend)(params, {"tokens": tokens[:, at : at + 4], "counts": np.full(2, 4)}, cache)
     return np.concatenate([logits[:, None], more], axis=1), cache
 
 
@@ -357,7 +357,7 @@ def test_a_cache_in_8_bits(name):
             given = np.array([row[count + step] for row, count in zip(tokens, PROMPTS)])
             logits, apart = decode(params, jnp.asarray(given), apart)
     pieces = np.stack([row[count : count + 6] for row, count in zip(tokens, PROMPTS)])
-    together, at_once = jax.jit(model.extend)(params, {"tokens": pieces, "counts": np.array([6, 6])}, cache)
+    together, _, at_once = jax.jit(model.extend)(params, {"tokens": pieces, "counts": np.array([6, 6])}, cache)
     np.testing.assert_allclose(together[:, -1], logits, rtol=1e-3, atol=1e-3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1.01), at_once, apart)  # int8: the last bit
 

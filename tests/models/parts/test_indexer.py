@@ -62,7 +62,7 @@ def test_the_cache_gives_what_whole_rows_give():
     got.append(logits[:, None])
     for size in (13, 1, 1):
         piece = {"tokens": batch["tokens"][:, at : at + size], "counts": np.full(1, size, np.int32)}
-        logits, cache = jax.jit(model.extend)(served, piece, cache)
+        logits, _, cache = jax.jit(model.extend)(served, piece, cache)
         got.append(logits)
         at += size
     np.testing.assert_allclose(jnp.concatenate(got, axis=1), want[:, 8:], rtol=0, atol=1e-5 * np.abs(want).max())
