@@ -205,6 +205,7 @@ from capibara.strategies.environments.search import Search as Search
 from capibara.strategies.group.coordinator import Coordinator as Coordinator
 from capibara.strategies.group.member import GroupNode as GroupNode
 from capibara.strategies.grpo import Grpo as Grpo
+from capibara.strategies.online_dpo import OnlineDpo as OnlineDpo
 from capibara.strategies.policy.cispo import Cispo as Cispo
 from capibara.strategies.policy.clipped import Clipped as Clipped
 from capibara.strategies.policy.gmpo import Gmpo as Gmpo

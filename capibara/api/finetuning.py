@@ -74,7 +74,7 @@ def finetune(
         answers, of "kto" answers with a label, with rewards prompts.
       out: the run folder.
       method: "lora", "qlora", "full", "distill", "duo_attention", "dpo", "orpo", "simpo", "cpo", "kto", "reward", "process_reward", or one with
-        rewards: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
+        rewards: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo" or "online_dpo".
       teacher: of method "distill": the model that is learned from, as `model`.
       eval: data of evaluations; None: 3% of `data` is held out.
       lora: the adapters, or their rank on all linear layers; None: rank 16. Those of a `Lora()` of your own are on query and
@@ -82,7 +82,7 @@ def finetune(
       rewards: of methods with rewards: functions (prompt, answer, record) -> a number.
       steps, epochs: the length of the run; by default one pass over the data.
       learning_rate: the highest one; None: by the method and the model's size.
-      batch_size: rows of a step; None: 8, with rewards 64.
+      batch_size: rows of a step; None: 8, with rewards 64, of "online_dpo" 32 pairs.
       length: tokens of a row; None: 1024, or what the model reads.
       seed: of adapters and of the data's order.
       bindings: more of the configuration, as Gin has it: "Schedule.kind = 'cosine'".
@@ -161,21 +161,21 @@ def grpo(
     bindings: Sequence[str] = (),
     **options: Any,
 ) -> TrainingResult:
-    """Group relative policy optimisation and its family: the model's own answers, rewarded by functions.
+    """Group relative policy optimisation, its family, PPO and online DPO: the model's own answers, rewarded by functions.
 
     Args:
       model, out: as for `finetune`.
       prompts: what is asked, and beside it what the rewards read.
       rewards: functions (prompt, answer, record) -> a number.
       steps: the length of the run.
-      method: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp" or "ppo".
+      method: "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo" or "online_dpo".
       rollout_devices: how many devices draw answers while the others train; 0: all do both in turn.
       max_staleness: most steps between the weights that draw answers and those that are trained on them.
       bindings, options: as for `finetune`.
     """
     if isinstance(rewards, Sequence) and not rewards:
         raise UserError("rewards is empty: give functions of (prompt, answer, record), such as [cb.numeric_answer]")
-    loss = "Ppo" if method == "ppo" else "Grpo"
+    loss = {"ppo": "Ppo", "online_dpo": "OnlineDpo"}.get(method, "Grpo")
     apart = {"rollout_devices": rollout_devices or None, "max_staleness": max_staleness}
     bindings = [f"{loss}.{name} = {value!r}" for name, value in apart.items() if value is not None] + [*bindings]
     return finetune(model, prompts, out, method=method, rewards=rewards, steps=steps, bindings=bindings, **options)

@@ -8,7 +8,7 @@ from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
 _METHODS = "lora qlora full distill duo_attention dpo orpo simpo cpo kto reward process_reward".split()
-_REWARDED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo")
+_REWARDED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "ppo", "online_dpo")
 _DESCRIPTION = """Fine-tune a decoder on JSON lines: texts, chats in any usual layout, preferences, or questions with rewards.
 
   --model   a Hugging Face folder, a .gguf file, a run folder, or a name on the Hugging Face Hub (OWNER/NAME)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--lr", type=float, metavar="X", help="highest learning rate; default: by method and model size"
     )
-    parser.add_argument("--batch_size", type=int, metavar="N", help="rows of a step; default: 8, with rewards 64")
+    parser.add_argument("--batch_size", type=int, metavar="N", help="rows of a step; default: by method, 8 to 64")
     parser.add_argument(
         "--length", type=int, metavar="N", help="tokens of a row; default: 1024, or what the model reads"
     )

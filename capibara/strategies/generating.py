@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
-import numpy as np
 
 from capibara.core.interrupt import Interrupted
 from capibara.core.types import Params
-from capibara.data.dataset import Dataset
 from capibara.inference.calls.dialect import Dialect
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement import own_chips
@@ -193,14 +191,3 @@ def tokens_of(completion: Completion) -> tuple[list[int], list[float]]:
     if completion.end is None:
         return tokens, drawn
     return [*tokens, completion.end], [*drawn, completion.end_drawn]
-
-
-def answer_rows(texts: Sequence[tuple[Sequence[int], Sequence[int]]], dataset: Dataset) -> dict[str, np.ndarray]:
-    """A row of each prompt and answer, with loss on the answer."""
-    rows = {key: value for key, value in dataset.empty_batch(len(texts)).items() if key != "numbers"}
-    for row, (prompt, answer) in enumerate(texts):
-        ids, end = np.array([*prompt, *answer], np.int32), len(prompt) + len(answer) - 1
-        rows["tokens"][row, :end], rows["targets"][row, :end] = ids[:-1], ids[1:]
-        rows["weights"][row, len(prompt) - 1 : end] = 1.0
-        rows["segment_ids"][row, :end], rows["positions"][row, :end] = 1, np.arange(end)
-    return rows

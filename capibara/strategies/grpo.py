@@ -52,6 +52,8 @@ class Grpo(RewardedLoss):
       baseline: what is subtracted from rewards.
       scale: the divisor of advantages.
       normalize_each: whether each reward is normalised within its group before they are summed.
+      kl: coefficient of the KL divergence from the reference, the initial weights of the run; 0: none, and no reference is
+        kept.
       kl_in: where the KL divergence counts; in the loss by Schulman's k3 estimator.
       unbiased_kl: whether the divergence in the loss has the ratio as weight (DeepSeek-V3.2, arXiv:2512.02556).
       resample: how often a rollout draws further prompts in the place of those whose answers have equal rewards (DAPO's
@@ -74,6 +76,7 @@ class Grpo(RewardedLoss):
     baseline: Baseline = Baseline.GROUP
     scale: RewardScale = RewardScale.GROUP
     normalize_each: bool = False
+    kl: float = 0.0
     kl_in: KlIn = KlIn.LOSS
     unbiased_kl: bool = False
     resample: int = 0

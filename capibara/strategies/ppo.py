@@ -36,6 +36,8 @@ class Ppo(RewardedLoss):
     the tokens of a rollout. Needs `DecoderConfig.value_head`.
 
     Attributes:
+      kl: coefficient of the KL divergence from the reference, the initial weights of the run; 0: none, and no reference is
+        kept.
       clip: bounds of the ratio.
       value_clip: a value is clipped to so much from that at the rollout, and the larger loss counts; None: it is not.
       value_weight: coefficient of the values' loss, half of the squared error.
@@ -158,11 +160,6 @@ class Ppo(RewardedLoss):
             "value_clip_fraction": jnp.sum(is_clipped_BT * batch["weights"]),
         }
         return loss, totals._replace(values=totals.values | further)
-
-    def shaped(self, rewards_PG: np.ndarray, parts_PGK: np.ndarray) -> np.ndarray:
-        """The rewards that advantages are made of: their weighted sums."""
-        del parts_PGK
-        return rewards_PG
 
     def estimates(self, rewards_PG: np.ndarray, rows: Mapping[str, np.ndarray], kl: float) -> dict[str, np.ndarray]:
         """Advantages and returns of tokens, from what is known of the rows of a rollout; `kl`: the current coefficient."""

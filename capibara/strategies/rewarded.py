@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,10 +20,11 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom
 from capibara.objectives.loss import ResidentArrays
-from capibara.strategies.answering import check_records
+from capibara.strategies.answering import Answer, check_records
 from capibara.strategies.policy.advantages import overlong_penalty
 from capibara.strategies.rewards.reward import Reward, check_reward
 from capibara.strategies.rollout_loss import RolloutLoss
+from capibara.strategies.rows import answer_rows
 
 CHECK_S = 2.0  # seconds in which the records of prompts are checked before anything is compiled
 
@@ -41,9 +42,8 @@ class RewardedLoss(RolloutLoss):
       sampling: sampling options of the answers; its seed is ignored. Limits (top_k, ...) and penalties are refused.
       overlong_tokens: answers that come within so many tokens of Sampling.max_new_tokens lose up to 1 of their reward (DAPO's
         soft punishment); None: none do.
+      missing_end_penalty: what answers that were cut off lose of their reward; None: nothing.
       mask_truncated: whether answers that were cut off are not trained.
-      kl: coefficient of the KL divergence from the reference, the initial weights of the run; 0: none, and no reference is
-        kept.
     """
 
     rewards: tuple[Reward, ...] = dataclasses.field(default=(), repr=False)
@@ -51,8 +51,8 @@ class RewardedLoss(RolloutLoss):
     group: int = 8
     sampling: Sampling = Sampling(max_new_tokens=256, temperature=1.0)
     overlong_tokens: int | None = None
+    missing_end_penalty: float | None = None
     mask_truncated: bool = False
-    kl: float = 0.0
 
     data_format = DataFormat.PROMPTS
 
@@ -73,6 +73,10 @@ class RewardedLoss(RolloutLoss):
             raise UserError(
                 f"{name}.overlong_tokens is {self.overlong_tokens}, must be from 1 to Sampling.max_new_tokens "
                 f"({self.sampling.max_new_tokens}), or None: try {max(1, self.sampling.max_new_tokens // 5)}"
+            )
+        if self.missing_end_penalty is not None and not 0 < self.missing_end_penalty < float("inf"):
+            raise UserError(
+                f"{name}.missing_end_penalty is {self.missing_end_penalty}, must be above 0, or None: try 1.0"
             )
         self._check_sampling(name)
 
@@ -114,16 +118,17 @@ class RewardedLoss(RolloutLoss):
                 f"Plan.batch_size ({batch_size}) must be a multiple of {name}.group ({self.group}){of_each}: try "
                 f"{max(1, round(batch_size / rows)) * rows}"
             )
+        length = self.drawing(dataset).length
         if self.prompt_length(dataset) < 2:
             raise UserError(
                 f"Dataset.length ({dataset.length}) leaves prompts no room beside Sampling.max_new_tokens "
-                f"({self.sampling.max_new_tokens}): try {2 * self.sampling.max_new_tokens}"
+                f"({self.sampling.max_new_tokens}): try {2 * self.sampling.max_new_tokens * (dataset.length // length)}"
             )
         pages, size = self.engine.pages, self.engine.page_size
-        if pages is not None and pages * size < dataset.length - 1:  # a row's last token is not read
+        if pages is not None and pages * size < length - 1:  # a row's last token is not read
             raise UserError(
                 f"EngineConfig.pages ({pages}) of {size} tokens are too few for a row of Dataset.length ({dataset.length}), "
-                f"prompt and answer: set EngineConfig.pages = {-(-(dataset.length - 1) // size)} or more"
+                f"prompt and answer: set EngineConfig.pages = {-(-(length - 1) // size)} or more"
             )
 
     @property
@@ -134,6 +139,11 @@ class RewardedLoss(RolloutLoss):
     @property
     def rows_of_a_prompt(self) -> int:
         return self.group * self.conversations
+
+    @property
+    @abc.abstractmethod
+    def kl(self) -> float:
+        """Coefficient of the KL divergence from the reference, the initial weights of the run; 0: none is kept."""
 
     @property
     @abc.abstractmethod
@@ -148,7 +158,7 @@ class RewardedLoss(RolloutLoss):
 
     def prompt_length(self, dataset: Dataset) -> int:
         """The largest number of tokens of a prompt."""
-        return dataset.length - self.sampling.max_new_tokens
+        return self.drawing(dataset).length - self.sampling.max_new_tokens
 
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}
@@ -181,8 +191,32 @@ class RewardedLoss(RolloutLoss):
         del divergence, answers
         return kl
 
-    def penalties(self, lengths_PG: np.ndarray) -> np.ndarray | None:
-        """What is added to the rewards of answers for their lengths; None: nothing is."""
-        if self.overlong_tokens is None:
-            return None
-        return overlong_penalty(lengths_PG, self.sampling.max_new_tokens, self.overlong_tokens)
+    def shaped(self, rewards_PG: np.ndarray, parts_PGK: np.ndarray) -> np.ndarray:
+        """The rewards that answers are compared by, from their weighted sums and those of each function."""
+        del parts_PGK
+        return rewards_PG
+
+    def penalties(self, lengths_PG: np.ndarray, truncated_PG: np.ndarray) -> dict[str, np.ndarray]:
+        """What is added to the rewards of answers [P, G] for their lengths and missing ends, by the metric of its mean."""
+        result = {}
+        if self.overlong_tokens is not None:
+            result["overlong_penalty"] = overlong_penalty(
+                lengths_PG, self.sampling.max_new_tokens, self.overlong_tokens
+            )
+        if self.missing_end_penalty is not None:
+            result["missing_end_penalty"] = -self.missing_end_penalty * truncated_PG
+        return result
+
+    def rows(
+        self, groups: Sequence[Sequence[Answer]], rewards_PG: np.ndarray, dataset: Dataset
+    ) -> dict[str, np.ndarray]:
+        """The rows of a rollout.
+
+        Args:
+          groups: the answers to each prompt.
+          rewards_PG: what they are compared by.
+          dataset: the data of the run.
+        """
+        del rewards_PG
+        answers = [answer for group in groups for answer in group]
+        return answer_rows(answers, dataset, self.mask_truncated, self.conversations)

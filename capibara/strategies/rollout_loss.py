@@ -46,6 +46,10 @@ class RolloutLoss(Loss):
         """The number of steps on the answers of one rollout."""
         return self.updates * self.mini_batches
 
+    def drawing(self, dataset: Dataset) -> Dataset:
+        """The data as an engine draws with it: a row has room for one prompt with its answer."""
+        return dataset
+
     @property
     def staleness_bound(self) -> int:
         """The value of `max_staleness`."""
@@ -114,13 +118,13 @@ class RolloutLoss(Loss):
         """The engine with its copy of the parameters, on devices that train."""
         if self.rollout_devices:
             return ()
-        whole = model.plain
+        whole, length = model.plain, self.drawing(dataset).length
         size, spread_as = footprint.parameters_bytes(model), (whole.abstract_params, whole.axes)
         # If they do not fit a process's own chips, they are sharded like the trained parameters.
         own_chips = ResidentArrays("engine's parameters", size // (self.mesh.tensor or 1))
         return (
             own_chips if self.where is Where.OWN else ResidentArrays("engine's parameters", size, spread_as),
-            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, dataset.length)),
+            ResidentArrays("engine's keys and values", footprint.state_bytes(model, self.engine, length)),
         )
 
     def rollout_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
@@ -128,7 +132,7 @@ class RolloutLoss(Loss):
         if not self.rollout_devices:
             return ()
         size = footprint.parameters_bytes(model) // (self.mesh.tensor or 1)
-        state = footprint.state_bytes(model, self.engine, dataset.length)
+        state = footprint.state_bytes(model, self.engine, self.drawing(dataset).length)
         return (
             ResidentArrays("engine's parameters", size),
             ResidentArrays("next parameters", (COPIES_APART - 1) * size),

@@ -25,9 +25,8 @@ from capibara.objectives.batches import BatchProvider, ReadAhead, RunParts
 from capibara.objectives.reference import weights_fingerprint
 from capibara.sharding import Plan
 from capibara.strategies.ahead import AheadDrawer
-from capibara.strategies.answering import Answer, Exchange, prompts_of
+from capibara.strategies.answering import Answer, prompts_of
 from capibara.strategies.drawer import Drawer, DrawOptions
-from capibara.strategies.generating import answer_rows
 from capibara.strategies.policy.advantages import KlIn
 from capibara.strategies.rewards.reward_sum import name_of
 
@@ -35,10 +34,6 @@ from capibara.strategies.rewards.reward_sum import name_of
 class RollingOut(DrawOptions, Protocol):
     """Options of rollouts: a `grpo.Grpo`."""
 
-    @property
-    def conversations(self) -> int: ...
-    @property
-    def mask_truncated(self) -> bool: ...
     @property
     def kl(self) -> float: ...
     @property
@@ -50,11 +45,17 @@ class RollingOut(DrawOptions, Protocol):
 
     def shaped(self, rewards_PG: np.ndarray, parts_PGK: np.ndarray) -> np.ndarray: ...
 
-    def penalties(self, lengths_PG: np.ndarray) -> np.ndarray | None: ...
+    def penalties(self, lengths_PG: np.ndarray, truncated_PG: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    def rows(
+        self, groups: Sequence[Sequence[Answer]], rewards_PG: np.ndarray, dataset: Dataset
+    ) -> dict[str, np.ndarray]: ...
 
     def estimates(self, rewards_PG: np.ndarray, rows: Mapping[str, np.ndarray], kl: float) -> dict[str, np.ndarray]: ...
 
     def next_kl(self, kl: float, divergence: float, answers: int) -> float: ...
+
+    def drawing(self, dataset: Dataset) -> Dataset: ...
 
     def drawn_from(self, model: Model, dataset: Dataset) -> DrawnFrom: ...
 
@@ -78,7 +79,8 @@ class Rollouts(BatchProvider):
                 "it to 'causal'"
             )
         self._run, self._grpo = run, grpo
-        self._drawer = AheadDrawer(run, grpo) if grpo.rollout_devices else Drawer(run, grpo)
+        drawing = dataclasses.replace(run, dataset=grpo.drawing(run.dataset))
+        self._drawer = AheadDrawer(drawing, grpo) if grpo.rollout_devices else Drawer(drawing, grpo)
         self._step = 0  # the current step
         self._rows: dict[str, np.ndarray] = {}  # rows of its answers; empty: no rollout yet
         self._reference: Params | None = None  # trained parameters of the reference
@@ -94,10 +96,12 @@ class Rollouts(BatchProvider):
         self._rows = {name: _array(value, self._run.dataset.length) for name, value in rows.items()}
         self._drawer.begin(step)
         count = self._run.plan.batch_size * self._grpo.mini_batches
-        if self._within(step) and not ({*self._grpo.entries} <= self._rows.keys() and len(self._rows["old"]) == count):
+        if self._within(step) and not (
+            {*self._grpo.entries} <= self._rows.keys() and len(self._rows["weights"]) == count
+        ):
             name = type(self._grpo).__name__
             raise UserError(
-                f"{name}.updates, mini_batches ({self._grpo.mini_batches}) or kl ({self._grpo.kl}) was changed within the "
+                f"{name}.updates, mini_batches ({self._grpo.mini_batches}) or the use of a reference was changed within the "
                 f"rollout of step {step}: set them back until a step that {self._grpo.steps_of_rollout} divides"
             )
         if not self._grpo.kl or self._reference is not None:
@@ -110,7 +114,7 @@ class Rollouts(BatchProvider):
         if saved is not None and saved["weights"] not in (None, self._weights):
             raise UserError(
                 f"Trainer.init_from ({run.init_from!r}) no longer has the initial weights of this run, its reference: "
-                "restore them, set Grpo.kl = 0, or set another MODEL_DIR for a new run"
+                "restore them, or set another MODEL_DIR for a new run"
             )
         self._reference = run.model.trained(first)
         run.reporter.took("reference", time.perf_counter() - begin_s)
@@ -170,14 +174,14 @@ class Rollouts(BatchProvider):
         groups, drawn, _ = self._drawer.draw(step, params)
         answers = [answer for group in groups for answer in group]
         rewards, lengths = _numbers(groups, lambda item: item.reward), _numbers(groups, lambda item: len(item.tokens))
-        rows = _rows(answers, self._run.dataset, grpo.mask_truncated, grpo.conversations)
-        rows |= self._references(params, rows)
         totals = self._summary(rewards, answers)
         if grpo.resample:
             totals["groups_drawn"] = float(drawn)
         shaped = grpo.shaped(rewards, _numbers(groups, lambda item: item.parts))
-        if (penalties := grpo.penalties(lengths)) is not None:
-            shaped, totals["overlong_penalty"] = shaped + penalties, float(penalties.mean())
+        for name, penalty_PG in grpo.penalties(lengths, _numbers(groups, lambda item: item.truncated)).items():
+            shaped, totals[name] = shaped + penalty_PG, float(penalty_PG.mean())
+        rows = grpo.rows(groups, shaped, self._run.dataset)
+        rows |= self._references(params, rows)
         rows |= grpo.estimates(shaped, rows, self._kl)
         if grpo.kl and grpo.kl_in is not KlIn.LOSS:
             divergence = float((rows["old"] - rows["reference"]).sum())
@@ -265,31 +269,6 @@ def make_log_probabilities(
         return both[:, :, np.argsort(batch["row_positions"])] if "row_positions" in batch else both
 
     return jax.jit(log_p, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def _rows(
-    answers: Sequence[Answer], dataset: Dataset, mask_truncated: bool, conversations: int = 1
-) -> dict[str, np.ndarray]:
-    """As many rows of each answer as the most conversations: of its conversations, and of padding after them."""
-    texts: dict[int, Answer | Exchange] = {}
-    for i, answer in enumerate(answers):
-        each: list[Answer | Exchange] = [*answer.earlier, answer]
-        texts |= {i * conversations + j: item for j, item in enumerate(each)}
-    written = answer_rows([(item.prompt, item.tokens) for item in texts.values()], dataset)
-    rows = {
-        name: np.zeros((len(answers) * conversations, *value.shape[1:]), value.dtype) for name, value in written.items()
-    }
-    for name, value in written.items():
-        rows[name][[*texts]] = value
-    rows["drawn"] = np.zeros((len(answers) * conversations, dataset.length), np.float32)
-    for row, item in texts.items():
-        first, end = len(item.prompt) - 1, len(item.prompt) + len(item.tokens) - 1
-        rows["drawn"][row, first:end] = item.drawn
-        if isinstance(item, Answer) and item.is_own is not None:
-            rows["weights"][row, first:end] = item.is_own
-        if mask_truncated and answers[row // conversations].truncated:
-            rows["weights"][row] = 0.0
-    return rows
 
 
 def _numbers(groups: Sequence[Sequence[Answer]], of: Callable[[Answer], float | tuple[float, ...]]) -> np.ndarray:

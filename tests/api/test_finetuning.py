@@ -174,6 +174,11 @@ def closeness(prompt, answer, record):
     return -abs(len(answer) - int(record["answer"]))
 
 
+def length_of(method):
+    """Of online DPO a row has two answers."""
+    return 96 if method == "online_dpo" else 48
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     ("method", "bindings", "metric"),
@@ -181,13 +186,14 @@ def closeness(prompt, answer, record):
         ("dapo", ["GROUP = 4", "OVERLONG = 4", "RESAMPLE = 1"], "overlong_penalty"),
         ("reinforce_pp", [], "kl_coefficient"),
         ("ppo", ["MINI_BATCHES = 1"], "value_loss"),
+        ("online_dpo", ["Dpo.kind = 'ipo'"], "reward_margin"),
     ],
 )
 def test_each_method_with_rewards_trains_adapters(folder, tmp_path, method, bindings, metric):
     """From a folder of transformers, which has no value head."""
     run = cb.grpo(
         f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "run"), [closeness], method=method, steps=2,
-        batch_size=8, length=48, bindings=["ANSWER_LENGTH = 8", *bindings],
+        batch_size=8, length=length_of(method), bindings=["ANSWER_LENGTH = 8", *bindings],
     )  # fmt: skip
     assert run.step == 2 and any(metric in record for record in run.history)
     assert run.model.generate("river?", max_new_tokens=2) is not None
@@ -207,12 +213,15 @@ def test_verifiers_are_rewards(folder, tmp_path):
     assert cb.read_run(f"{run.folder}/config.gin").loss.rewards == (cb.JsonAnswer(),)
 
 
-@pytest.mark.parametrize(("method", "steps"), [("grpo", 3), pytest.param("ppo", 12, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize(
+    ("method", "steps"),
+    [("grpo", 3), *(pytest.param(*case, marks=pytest.mark.heavy) for case in (("online_dpo", 3), ("ppo", 12)))],
+)
 def test_adapters_are_trained_beside_the_devices_that_draw(folder, tmp_path, method, steps):
     """Runs of PPO have eight steps to a rollout."""
     run = cb.grpo(
         f"{folder}/hf", f"{folder}/prompts.jsonl", str(tmp_path / "run"), [closeness], method=method, steps=steps,
-        batch_size=16, length=48, rollout_devices=4, max_staleness=8, log_every=1, bindings=["ANSWER_LENGTH = 8"],
+        batch_size=16, length=length_of(method), rollout_devices=4, max_staleness=8, log_every=1, bindings=["ANSWER_LENGTH = 8"],
     )  # fmt: skip
     assert run.step == steps and max(record.get("staleness", 0) for record in run.history) > 0
     loss = cb.read_run(f"{run.folder}/config.gin").loss
@@ -244,7 +253,7 @@ def test_adapters_are_trained_beside_the_devices_that_draw(folder, tmp_path, met
         ({"steps": 0}, "steps (0) must be at least 1"),
         (
             {"rewards": [cb.exact_answer], "steps": 1},
-            "'reinforce_pp', 'ppo', and method is 'lora': set one, or leave them out",
+            "'reinforce_pp', 'ppo', 'online_dpo', and method is 'lora': set one, or leave them out",
         ),
         ({"rewards": cb.exact_answer, "method": "grpo", "steps": 1}, "must be a list of functions"),
         (

@@ -7,15 +7,17 @@ Run by that test in an environment with torch, transformers, trl and datasets:
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import sys
+from collections.abc import Callable
 
 import datasets
 import torch
 import transformers
 import trl
-from trl.experimental import gmpo
+from trl.experimental import gmpo, online_dpo
 from trl.trainer import grpo_trainer, rloo_trainer
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -28,8 +30,39 @@ TRAINERS = {
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
     "gmpo": (gmpo.GMPOTrainer, gmpo.GMPOConfig),
+    "online_dpo": (online_dpo.OnlineDPOTrainer, online_dpo.OnlineDPOConfig),
 }
-METRICS = ("loss", "grad_norm", "reward")
+METRICS = ("loss", "grad_norm", "reward", *(f"rewards/{x}" for x in ("chosen", "rejected", "margins", "accuracies")))
+METRICS += ("logps/chosen", "logps/rejected")
+PAD = 0
+
+
+def on_given_pairs(picks: list[int], part: int, rollouts: list[list[dict]]) -> tuple[type, Callable]:
+    """A trainer with two of the answers of each prompt, and a function of their rewards."""
+
+    def answers(prompts):
+        return [rollouts[int(prompt)][pick] for pick in picks for prompt in prompts]
+
+    class Trainer(online_dpo.OnlineDPOTrainer):
+        def _generate(self, model, prompts, images=None):
+            given = answers(prompts)
+            ids, mask = padded([answer["prompt"] for answer in given], "left")
+            return ids, mask, *padded([answer["tokens"] for answer in given], "right"), None
+
+        def _get_train_sampler(self, dataset=None):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def reward(prompts, **_):
+        return [answer["parts"][part] for answer in answers(prompts[: len(prompts) // 2])]
+
+    return Trainer, reward
+
+
+def padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of one length, and which of their tokens are none of padding."""
+    stack = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
+    ids = stack([torch.tensor(row) for row in rows], padding_value=PAD)
+    return ids, stack([torch.ones(len(row), dtype=torch.long) for row in rows], padding_value=0)
 
 
 def on_given_answers(trainer: type, rollouts: list[list[dict]]) -> type:
@@ -81,22 +114,21 @@ def train(folder: pathlib.Path) -> None:
     grpo_trainer.shuffle_sequence_dict = rloo_trainer.shuffle_sequence_dict = lambda batch: batch
     result = {}
     for name, options in json.loads((folder / "cases.json").read_text()).items():
-        trainer_class, config_class = TRAINERS[options.pop("method")]
-        weighs, parts = options.pop("weighs", False), options.pop("parts", 1)
+        method, weighs = options.pop("method"), options.pop("weighs", False)
+        trainer_class, config_class = TRAINERS[method]
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", **load)
         settings = {key: value for key, value in trl_peer.SETTINGS.items() if key != "max_length"}
-        settings |= dict(
-            max_steps=5, learning_rate=2e-4, per_device_train_batch_size=8, num_generations=4, max_completion_length=12
-        )
-        config = config_class(
-            output_dir=str(folder / f"{name}_of_trl"), shuffle_dataset=False, **settings | {"bf16": False} | options
-        )
-        trainer = on_given_answers(trainer_class, rollouts)(
-            model=model,
-            args=config,
-            train_dataset=data,
-            processing_class=tokenizer,
-            reward_funcs=[reward_of(rollouts, part) for part in range(parts)],
+        settings |= dict(max_steps=5, learning_rate=2e-4)
+        if method == "online_dpo":
+            given_trainer, *rewards = on_given_pairs(options.pop("picks"), options.pop("part"), rollouts)
+        else:
+            settings |= dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=12)
+            settings["shuffle_dataset"] = False
+            rewards = [reward_of(rollouts, part) for part in range(options.pop("parts", 1))]
+            given_trainer = on_given_answers(trainer_class, rollouts)
+        config = config_class(output_dir=str(folder / f"{name}_of_trl"), **settings | {"bf16": False} | options)
+        trainer = given_trainer(
+            model=model, args=config, train_dataset=data, processing_class=tokenizer, reward_funcs=rewards
         )
         trainer.use_vllm = weighs  # the correction of the engine's probabilities, without an engine
         trainer.train()

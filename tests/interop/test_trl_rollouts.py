@@ -1,4 +1,4 @@
-"""Training on given answers as in TRL's GRPOTrainer, RLOOTrainer and GMPOTrainer: their five steps in trl_rollouts.json.
+"""Training on given answers as in TRL's GRPOTrainer, RLOOTrainer, GMPOTrainer and OnlineDPOTrainer: their five steps in trl_rollouts.json.
 
 trl_rollouts.json is the steps.json of test_transformers_rollouts.py (trl 1.16 made the committed file), with how far the
 parameters moved.
@@ -18,10 +18,12 @@ from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.inference.sampling.sampling import Sampling
+from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
 from capibara.strategies.answering import Answer, Answerer
 from capibara.strategies.grpo import Grpo
+from capibara.strategies.online_dpo import OnlineDpo
 from capibara.strategies.policy.cispo import Cispo
 from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.gmpo import Gmpo
@@ -59,6 +61,16 @@ def case(theirs, *, parts=1, temperature=1.0, **ours):
         rewards=(given,) * parts, group=GROUP, sampling=Sampling(max_new_tokens=NEW, temperature=temperature), **options
     )
     return loss, {"method": method} | more | theirs
+
+
+def online(picks, part=0, *, penalty=None, **preference):
+    """Our loss of pairs and TRL's arguments, with two answers of each group and one part of their rewards."""
+    sampling = Sampling(max_new_tokens=NEW, temperature=0.9)  # their log probabilities are at 1, whatever it is
+    loss = OnlineDpo(
+        rewards=(given,), sampling=sampling, preference=Dpo(**preference), missing_end_penalty=penalty, updates=1
+    )
+    theirs = dict(loss_type=preference["kind"], beta=[preference["beta"]], missing_eos_penalty=penalty)
+    return loss, dict(method="online_dpo", picks=picks, part=part) | theirs
 
 
 TIS = dict(weighs=True, vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=1.15)
@@ -124,8 +136,21 @@ LOSSES = {
         dict(multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 0.5]), parts=2,
         reward_weights=(1.0, 0.5), normalize_each=True, baseline="none", scale="answers",
     ),
+    "online_dpo": online((0, 1), part=1, kind="sigmoid", beta=0.3),
+    "online_dpo_ipo": online((0, 1), part=1, kind="ipo", beta=0.2),
+    "online_dpo_ties": online((2, 0), kind="sigmoid", beta=0.3),  # all rewards are equal
+    "online_dpo_missing_end": online((2, 0), penalty=0.5, kind="sigmoid", beta=0.3),  # then those of answer 2 are lower
 }  # fmt: skip
-IN_CI = ("grpo_unbiased_kl", "dapo_masked", "mini_batches", "cispo", "gspo", "rloo", "sequence_mask")
+IN_CI = (
+    "grpo_unbiased_kl",
+    "dapo_masked",
+    "mini_batches",
+    "cispo",
+    "gspo",
+    "rloo",
+    "sequence_mask",
+    "online_dpo_missing_end",
+)
 RTOL = {"loss": 2e-4, "grad_norm": 5e-5}  # losses are differences of answers' terms, and relative to at least 0.01
 
 pytestmark = pytest.mark.standard_promotion
@@ -153,21 +178,25 @@ def recorded():
     return [[one | {"drawn": d} for one, d in zip(group, of_group)] for group, of_group in zip(groups, drawn)]
 
 
-def trained(name, params, groups, folder, tokenizer, monkeypatch, plan=Plan(batch_size=2 * GROUP), devices=1):
+def trained(name, params, groups, folder, tokenizer, monkeypatch, mesh=(), devices=1):
     """The metrics of our steps with the loss of this name, from these parameters, and the parameters after them."""
-    loss = LOSSES[name][0]
+    loss, theirs = LOSSES[name]
+    is_online = isinstance(loss, OnlineDpo)  # a row has two answers, and a batch four pairs
+    picks, first = theirs.get("picks", range(GROUP)), theirs.get("part", 0)
     weights = loss.reward_weights or (1.0,) * len(loss.rewards)
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(len(groups))))
 
     def answer(one):
-        parts = tuple(one["parts"][: len(weights)])
+        parts = tuple(one["parts"][first : first + len(weights)])
         reward = sum(weight * part for weight, part in zip(weights, parts))
         return Answer(one["prompt"], one["tokens"], one["drawn"], reward, parts, one["tokens"][-1] != END)
 
     monkeypatch.setattr(Answerer, "load", lambda self, params: None)
     monkeypatch.setattr(
-        Answerer, "answers", lambda self, split, asked, *_: [list(map(answer, groups[p.number])) for p in asked]
+        Answerer,
+        "answers",
+        lambda self, split, asked, *_: [[answer(groups[p.number][k]) for k in picks] for p in asked],
     )
     monkeypatch.setattr(  # TRL samples from ids without a token, too
         Grpo, "drawn_from", lambda self, *_: {"temperature": self.sampling.temperature, "usable": None}
@@ -182,8 +211,10 @@ def trained(name, params, groups, folder, tokenizer, monkeypatch, plan=Plan(batc
         steps=STEPS,
         model=test_trl.MODEL,
         init_from="the reference",
-        plan=plan,
-        dataset=Dataset(source=source, vocabulary=vocabulary, length=LENGTH, packing="none", shuffle=False),
+        plan=Plan(batch_size=GROUP if is_online else 2 * GROUP, **dict(mesh)),
+        dataset=Dataset(
+            source=source, vocabulary=vocabulary, length=LENGTH * (1 + is_online), packing="none", shuffle=False
+        ),
         optimizer=Optimizer(schedule=schedule, weight_decay=0.0, b2=0.95, eps=1e-6),
         evaluation=Evaluation(every=0),
         checkpointing=Checkpointing(every=0),
@@ -194,12 +225,14 @@ def trained(name, params, groups, folder, tokenizer, monkeypatch, plan=Plan(batc
 
 
 def apart(got, want):
-    """The largest relative difference of each metric over the steps."""
+    """The largest difference of each metric over the steps, relative for those in RTOL."""
     differences = {}
     for mine, theirs in zip(got, want, strict=True):
-        for name in ("loss", "grad_norm"):
-            difference = abs(mine[name] - theirs[name]) / max(abs(theirs[name]), 1e-2)
-            differences[name] = max(differences.get(name, 0.0), difference)
+        for name, key in test_trl.METRICS.items():
+            # Which of two equal log-probabilities is larger, rounding says.
+            if name in theirs and not (key == "reward_accuracy" and theirs["rewards/margins"] == 0):
+                difference = abs(mine[key] - theirs[name]) / (max(abs(theirs[name]), 1e-2) if key in RTOL else 1.0)
+                differences[key] = max(differences.get(key, 0.0), difference)
     return differences
 
 
@@ -210,7 +243,7 @@ def moved(params, base):
 
 
 def too_large(differences):
-    return {name: value for name, value in differences.items() if not value <= RTOL[name]}
+    return {name: value for name, value in differences.items() if not value <= RTOL.get(name, test_trl.ATOL)}
 
 
 @pytest.mark.parametrize("name", [x if x in IN_CI else pytest.param(x, marks=pytest.mark.heavy) for x in LOSSES])
@@ -221,11 +254,16 @@ def test_answers_are_learned_as_by_trl(name, toy_tokenizer, tmp_path, monkeypatc
     assert moved(params, test_trl.drawn()) == pytest.approx(want["moved"], rel=2e-4), base.keys()
 
 
-MESH = Plan(batch_size=2 * GROUP, data=2, fsdp=2, tensor=2)
+MESH = dict(data=2, fsdp=2, tensor=2)
 
 
 @pytest.mark.parametrize(
-    "name", ["rloo", *(pytest.param(x, marks=pytest.mark.heavy) for x in ("dapo_masked", "gspo", "vespo_weighed"))]
+    "name",
+    [
+        "rloo",
+        "online_dpo",
+        *(pytest.param(x, marks=pytest.mark.heavy) for x in ("dapo_masked", "gspo", "vespo_weighed")),
+    ],
 )
 def test_a_mesh_and_one_device_learn_alike(name, toy_tokenizer, tmp_path, monkeypatch):
     want, _ = trained(name, test_trl.drawn(), recorded(), tmp_path, toy_tokenizer, monkeypatch)

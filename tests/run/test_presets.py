@@ -40,7 +40,19 @@ TASKS = {
     **dict.fromkeys(
         (
             f"runs/{name}.gin"
-            for name in ("ppo", "reinforce_pp", "rloo", "sapo", "cispo", "gspo", "dapo", "dr_grpo", "grpo", "memory")
+            for name in (
+                "online_dpo",
+                "ppo",
+                "reinforce_pp",
+                "rloo",
+                "sapo",
+                "cispo",
+                "gspo",
+                "dapo",
+                "dr_grpo",
+                "grpo",
+                "memory",
+            )
         ),
         "tasks/prompts.gin",
     ),

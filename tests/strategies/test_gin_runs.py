@@ -94,6 +94,8 @@ def test_reward_models(build):
         ("reinforce_pp", [], {"group": 1, "baseline": "none", "scale": "tokens", "kl_in": "tokens"}),
         ("grpo", ["Grpo.rollout_devices=4"], {"rollout_devices": 4, "staleness_bound": 1}),
         ("ppo", ["Ppo.rollout_devices=4", "Ppo.max_staleness=16"], {"rollout_devices": 4, "staleness_bound": 16}),
+        ("online_dpo", ["Dpo.kind=ipo", "BETA=0.2"], {"group": 2, "preference": Dpo(kind="ipo", beta=0.2), "kl": 0.2}),
+        ("online_dpo", ["OnlineDpo.rollout_devices=4"], {"rollout_devices": 4, "staleness_bound": 1}),
         ("ppo", ["Ppo.kl_target=6.0"], {"group": 1, "updates": 2, "mini_batches": 4, "kl_target": 6.0}),
     ],
 )

@@ -404,14 +404,15 @@ def test_a_rollout_has_the_answers_of_several_steps(make_trainer, train, give):
 
 def test_answers_that_are_cut_off_are_masked_and_long_ones_punished(make_trainer, train, give):
     give(lambda prompt, k: (1.0, [5] * (k + 1), k == 7))
-    seen = train(make_trainer({"mask_truncated": True, "overlong_tokens": 4}, steps=1))
+    seen = train(make_trainer({"mask_truncated": True, "overlong_tokens": 4, "missing_end_penalty": 0.5}, steps=1))
     batch = seen.batches[1]
     assert (batch["weights"].reshape(4, 8, -1).sum(-1) == [1, 2, 3, 4, 5, 6, 7, 0]).all()
-    penalties = np.array([0, 0, 0, 0, -0.25, -0.5, -0.75, -1])
+    penalties, of_lengths = np.array([[0, 0, 0, 0, -0.25, -0.5, -0.75, -1.5], [0, 0, 0, 0, -0.25, -0.5, -0.75, -1]])
     gains = batch["advantages"].max(-1) + batch["advantages"].min(-1)
     want = (penalties - penalties.mean()) / (penalties.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(gains.reshape(4, 8)[:, :7], np.tile(want[:7], (4, 1)), rtol=1e-5)
-    assert seen.metrics[1]["overlong_penalty"] == pytest.approx(penalties.mean()) and seen.metrics[1]["reward"] == 1.0
+    assert seen.metrics[1]["overlong_penalty"] == pytest.approx(of_lengths.mean()) and seen.metrics[1]["reward"] == 1.0
+    assert seen.metrics[1]["missing_end_penalty"] == pytest.approx(-0.5 / 8)
 
 
 def test_the_divergence_in_rewards_is_from_the_initial_weights(make_trainer, train, give):
@@ -492,7 +493,8 @@ def test_mistakes_in_the_configuration_are_named(make_trainer, changes, said):
 def test_answers_that_are_not_used_up_are_not_answers_of_other_options(make_trainer, train):
     train(make_trainer(steps=1))
     with pytest.raises(
-        UserError, match=r"Grpo.updates, mini_batches \(1\) or kl .* was changed within the rollout of step 1"
+        UserError,
+        match=r"Grpo.updates, mini_batches \(1\) or the use of a reference was changed within the rollout of step 1",
     ):
         train(make_trainer({"updates": 2}, steps=2))
 

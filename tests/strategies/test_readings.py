@@ -15,9 +15,10 @@ from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.sampling.sampling import Sampling
-from capibara.strategies import readings, rollouts
+from capibara.strategies import readings
 from capibara.strategies.answering import Answer, Exchange
 from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale
+from capibara.strategies.rows import answer_rows
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
 from capibara.training.base.options import Evaluation
@@ -49,11 +50,11 @@ def test_rows_are_of_conversations():
     whole = Answer([5, 6], [7], [-1.0], 1.0, (1.0,), False, earlier=(Exchange([8], [9, 10], [-2.0, -3.0]),))
     short = dataclasses.replace(whole, earlier=(), truncated=True)
     assert Answer.of(json.loads(json.dumps(whole.packed()))) == whole
-    rows = rollouts._rows([whole, short], dataset, False, conversations=3)
+    rows = answer_rows([whole, short], dataset, False, conversations=3)
     np.testing.assert_array_equal(rows["weights"].sum(1), [2, 1, 0, 1, 0, 0])
     np.testing.assert_array_equal(rows["drawn"].sum(1), [-5, -1, 0, -1, 0, 0])
     np.testing.assert_array_equal(rows["segment_ids"].sum(1), [2, 2, 0, 2, 0, 0])
-    assert rollouts._rows([whole, short], dataset, True, conversations=3)["weights"].sum() == 3
+    assert answer_rows([whole, short], dataset, True, conversations=3)["weights"].sum() == 3
 
 
 def test_all_conversations_have_the_advantage_of_the_answer():

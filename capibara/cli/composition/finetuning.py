@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _LENGTH = 1024  # tokens of a row, if the model reads so many
 _LONG = 8192  # of one with passkeys
+_PAIR = 1536  # of one with a prompt twice, and its own answers
 _MOST_BATCHES = 100_000  # of a pass whose steps are counted
 _PARTS = 5  # evaluations and checkpoints of a run
 
@@ -30,7 +31,7 @@ class Method(enum.StrEnum):
     next-token distributions for texts or chats. DUO_ATTENTION: gates of heads that retrieve or stream, on passkeys in texts. DPO, ORPO, SIMPO, CPO: adapters, on pairs of a chosen and a rejected answer.
     KTO: adapters, on answers with a label. REWARD: adapters and a head that scores answers, on pairs. PROCESS_REWARD: the same
     for steps, on solutions whose steps have labels. GRPO, DR_GRPO, DAPO, GSPO, CISPO, SAPO, RLOO, REINFORCE_PP, PPO: adapters, on
-    the model's own answers and their rewards.
+    the model's own answers and their rewards. ONLINE_DPO: the same, on pairs of them that rewards rank.
     """
 
     LORA = "lora"
@@ -54,6 +55,7 @@ class Method(enum.StrEnum):
     RLOO = "rloo"
     REINFORCE_PP = "reinforce_pp"
     PPO = "ppo"
+    ONLINE_DPO = "online_dpo"
 
     @property
     def is_rewarded(self) -> bool:
@@ -95,7 +97,7 @@ _OWN = {  # binding -> the option
 }
 _REWARDED = (
     *(Method.GRPO, Method.DR_GRPO, Method.DAPO, Method.GSPO),
-    *(Method.CISPO, Method.SAPO, Method.RLOO, Method.REINFORCE_PP, Method.PPO),
+    *(Method.CISPO, Method.SAPO, Method.RLOO, Method.REINFORCE_PP, Method.PPO, Method.ONLINE_DPO),
 )
 _OF_LOSS = {
     **dict.fromkeys((Method.DPO, Method.ORPO, Method.SIMPO, Method.CPO, Method.REWARD), Kind.PREFERENCES),
@@ -234,7 +236,9 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
             f"model {asked.model} is a {type(model.model).__name__}, must be a decoder: see docs/training.md for the others"
         )
     kind = _kind(asked)
-    most = {Method.DUO_ATTENTION: _LONG}.get(asked.method, 768 if asked.method.is_rewarded else _LENGTH)
+    most = {Method.DUO_ATTENTION: _LONG, Method.ONLINE_DPO: _PAIR}.get(
+        asked.method, 768 if asked.method.is_rewarded else _LENGTH
+    )
     length = asked.length or min(most, model.length or most)
     bindings = {
         pretrained.MODEL: model.path,
@@ -242,7 +246,7 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
         "FILES": asked.files,
         "LENGTH": length,
         "LEARNING_RATE": learning_rate(asked.method, model) if asked.learning_rate is None else asked.learning_rate,
-        "BATCH_SIZE": asked.batch_size or (64 if asked.method.is_rewarded else 8),
+        "BATCH_SIZE": asked.batch_size or _rows(asked.method),
     }
     if asked.validation_files:
         bindings["VALIDATION_FILES"] = asked.validation_files
@@ -251,7 +255,8 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
     if asked.method is Method.DISTILL:
         bindings["ANSWER_LENGTH"] = max(1, length // 4)
     if asked.method.is_rewarded:
-        bindings["ANSWER_LENGTH"] = max(1, 2 * length // 3)
+        texts = 2 if asked.method is Method.ONLINE_DPO else 1  # of a row
+        bindings["ANSWER_LENGTH"] = max(1, 2 * length // (3 * texts))
     if asked.seed:
         bindings |= {"Trainer.seed": asked.seed, "Dataset.seed": asked.seed}
     lines = [f"{name} = {_literal(value)}" for name, value in bindings.items()]
@@ -310,6 +315,13 @@ def _without_mtp_loss(method: Method, model: Pretrained) -> dict[str, str]:
     if method in (Method.REWARD, Method.PROCESS_REWARD, Method.DUO_ATTENTION):
         return {f"{name}.mtp = None": f"{method} has no multi-token prediction: its modules are left out"}
     return {"Mtp.loss_weight = 0.0": f"{method} has no loss for multi-token prediction: its modules are frozen"}
+
+
+def _rows(method: Method) -> int:
+    """The rows of a batch."""
+    if not method.is_rewarded:
+        return 8
+    return 32 if method is Method.ONLINE_DPO else 64
 
 
 def _runs(method: Method) -> tuple[str, ...]:

@@ -279,11 +279,14 @@ DEPENDENT = (
     Dependent(("Ppo.kl_horizon",), "Ppo.kl_target", lambda run, component: component.kl_target is not None),
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
     Dependent(
-        ("Grpo.max_staleness", "Ppo.max_staleness"),
-        "rollout_devices of @Grpo() or @Ppo() above 0",
+        ("Grpo.max_staleness", "Ppo.max_staleness", "OnlineDpo.max_staleness"),
+        "rollout_devices of @Grpo(), @Ppo() or @OnlineDpo() above 0",
         lambda run, component: component.rollout_devices > 0,
     ),
     Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
+    Dependent(
+        ("OnlineDpo.mesh",), "OnlineDpo.where = 'auto' or 'own'", lambda run, component: component.where != "all"
+    ),
     Dependent(
         ("Distillation.where", "Distillation.mesh"),
         "Distillation.on_policy above 0 or Distillation.teacher_draws",

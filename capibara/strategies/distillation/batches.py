@@ -20,7 +20,8 @@ from capibara.objectives.base import Objective
 from capibara.objectives.batches import BatchProvider, RunParts, make_totals
 from capibara.strategies.distillation.stored import StoredReader
 from capibara.strategies.distillation.teacher import Teacher, make_teacher
-from capibara.strategies.generating import Generating, Generator, Prompt, answer_rows, tokens_of
+from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
+from capibara.strategies.rows import text_rows
 
 
 class Distilling(Generating, Protocol):
@@ -141,9 +142,9 @@ class TeacherBatches(BatchProvider):
         for part in hosts.each(mine):
             answers |= dict(part)
         drawn = [(prompt.row - first, answers[prompt.row]) for prompt in prompts if prompt.row in answers]
-        texts = [(everyone[first + row].ids, answer) for row, answer in drawn]
+        texts = [[(everyone[first + row].ids, answer)] for row, answer in drawn]
         at, given = [row for row, _ in drawn], {name: value.copy() for name, value in rows.items()}
-        for name, value in answer_rows(texts, self._run.dataset).items():
+        for name, value in text_rows(texts, self._run.dataset).items():
             given[name][at] = value
         return given
 

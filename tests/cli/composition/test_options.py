@@ -35,6 +35,7 @@ from capibara.sharding import Plan
 from capibara.strategies.distillation.loss import Distillation
 from capibara.strategies.distillation.teacher import Teacher
 from capibara.strategies.grpo import Grpo
+from capibara.strategies.online_dpo import OnlineDpo
 from capibara.strategies.policy.cispo import Cispo
 from capibara.strategies.policy.clipped import Clipped
 from capibara.strategies.policy.gmpo import Gmpo
@@ -100,6 +101,10 @@ def GRPO(**changes):
 
 def PPO(**changes):
     return Ppo(rewards=(exact_answer,), sampling=Sampling(max_new_tokens=16, temperature=1.0), **changes)
+
+
+def ONLINE(**changes):
+    return OnlineDpo(rewards=(exact_answer,), sampling=Sampling(max_new_tokens=16, temperature=1.0), **changes)
 
 
 def DISTILLATION(**changes):
@@ -230,6 +235,8 @@ CASES = [
     ],
     ("Grpo.importance_mode", PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask", importance_cap=None)}, PROMPTS | {"Trainer.loss": GRPO(importance_mode="token_mask")}),
     ("Ppo.mesh", PROMPTS | {"Trainer.loss": PPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": PPO(mesh=ServingMesh(tensor=1))}),
+    ("OnlineDpo.mesh", PROMPTS | {"Trainer.loss": ONLINE(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": ONLINE(mesh=ServingMesh(tensor=1))}),
+    ("OnlineDpo.max_staleness", PROMPTS | {"Trainer.loss": ONLINE(max_staleness=1)}, PROMPTS | {"Trainer.loss": ONLINE(max_staleness=1, rollout_devices=4)}),
     ("Distillation.where", {"Trainer.loss": DISTILLATION(where="own")}, {"Trainer.loss": DISTILLATION(where="own", on_policy=0.5), "Dataset.packing": "none"}),
     ("Distillation.mesh", {"Trainer.loss": DISTILLATION(mesh=ServingMesh(tensor=1))}, {"Trainer.loss": DISTILLATION(mesh=ServingMesh(tensor=1), teacher_draws=True), "Dataset.packing": "none"}),
     ("Ppo.kl_horizon", PROMPTS | {"Trainer.loss": PPO(kl_horizon=9)}, PROMPTS | {"Trainer.loss": PPO(kl_horizon=9, kl_target=6.0)}),
@@ -311,10 +318,12 @@ ALONE = {
     "Dpo": "kind beta label_smoothing sft_weight divergence",
     "Distillation": "teacher stored beta temperature top_k hard_weight on_policy teacher_draws sampling engine",
     "Cpo": "kind beta label_smoothing nll_weight alpha",
-    "Grpo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where rollout_devices surrogate "
+    "Grpo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated kl mini_batches updates engine where rollout_devices surrogate "
     "level token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment memory max_chunks",
-    "Ppo": "rewards reward_weights group sampling overlong_tokens mask_truncated kl mini_batches updates engine where rollout_devices clip "
+    "Ppo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated kl mini_batches updates engine where rollout_devices clip "
     "value_clip value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
+    "OnlineDpo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated mini_batches updates engine "
+    "where rollout_devices preference resample",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
     "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
