@@ -20,6 +20,7 @@ from capibara import config
 from capibara.cli import finetune as verb
 from capibara.cli import infer, plan, prepare
 from capibara.cli import train as train_verb
+from capibara.cli.composition import finetuning
 from capibara.core.types import UserError
 from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
@@ -177,6 +178,17 @@ def closeness(prompt, answer, record):
 def length_of(method):
     """Of online DPO a row has two answers."""
     return 96 if method == "online_dpo" else 48
+
+
+@pytest.mark.parametrize(("method", "rows", "answer"), [("grpo", 64, 64), ("online_dpo", 32, 32), ("dpo", 8, None)])
+def test_rows_and_answers_are_as_the_method_has_them(folder, tmp_path, method, rows, answer):
+    name = "pairs" if method == "dpo" else "prompts"
+    asked = dict(model=f"{folder}/hf", files=(f"{folder}/{name}.jsonl",), out=str(tmp_path), length=96, steps=1)
+    bindings = finetuning.choose(finetuning.FineTuning(**asked, method=finetuning.Method(method))).bindings
+    assert f"BATCH_SIZE = {rows}" in bindings
+    assert [line for line in bindings if line.startswith("ANSWER_LENGTH")] == [f"ANSWER_LENGTH = {answer}"] * bool(
+        answer
+    )
 
 
 @pytest.mark.heavy

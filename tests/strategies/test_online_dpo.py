@@ -169,6 +169,11 @@ def test_drawn_beside_training_without_staleness_it_trains_as_drawn_in_turn(trai
     same(turns.state, apart.state)
 
 
+def test_the_engine_draws_with_pages_for_one_answer(trainer_of, train):
+    engine = EngineConfig(slots=2, page_size=8, pages=3, prefix_cache_mib=0)
+    assert train(trainer_of({"engine": engine}, steps=1), devices=1).metrics[1]["pairs"] == PAIRS
+
+
 def test_the_engine_has_room_for_one_answer_and_a_row_for_two(trainer_of):
     trainer = trainer_of()
     model, loss = api.build(trainer.model), trainer.loss
