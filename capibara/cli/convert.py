@@ -17,9 +17,9 @@ from capibara.storage import outputs
 _DESCRIPTION = """Convert a model to another format, or manage the checkpoints of a run folder.
 
   --from  a run folder (its newest checkpoint), a Hugging Face, PEFT or T5X folder, or a .gguf file
-  --to    a path that does not exist yet. --format=hf: a Hugging Face folder; pytorch: the same with pytorch_model.bin;
-          gguf: a file; t5x: a T5X checkpoint; peft: a run's adapters; peft_fused: the same with a layer's experts
-          fused, as transformers 5 expects; gguf_lora: a run's or PEFT's adapters for llama.cpp; capibara: a run folder
+  --to    a new path. --format=hf: a Hugging Face folder; pytorch: the same with pytorch_model.bin; gguf: a file; t5x: a
+          T5X checkpoint; hf_token_classification: hf, with scores of steps; peft: a run's adapters; peft_fused: with a
+          layer's experts fused, as transformers 5 expects; gguf_lora: adapters for llama.cpp; capibara: a run folder
   list    list the steps with their size, date, score and origin
   verify  read every file of the run folder and of every step, and compare it with the manifests
   seal    accept the run folder's own files as they are now, after you edited one by hand
@@ -29,7 +29,7 @@ examples: python -m capibara.convert --from=poet --plus=coder --weights=0.7,0.3 
           python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
 
 exit codes: 0 done, all steps verified; 1 some steps failed verification; 2 invalid input"""
-_FORMATS = ("hf", "pytorch", "gguf", "t5x", "peft", "peft_fused", "gguf_lora", "capibara")
+_FORMATS = "hf hf_token_classification pytorch gguf t5x peft peft_fused gguf_lora capibara".split()
 _PRUNE = ("keep", "keep_every", "corrupted", "dry_run")
 _MODEL = (*"source target format dtype base trust_config".split(), *quantize.FLAGS, *sum_options.FLAGS, *submodel.FLAGS)
 _OF = dict.fromkeys(_MODEL, ("a model",)) | {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))

@@ -20,7 +20,7 @@ from capibara.data.dataset import Dataset
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary, Vocabulary
-from capibara.interop import gin_of, hub, open_model, submodel_options
+from capibara.interop import gin_of, hub, open_model, submodel_options, token_classification
 from capibara.interop import peft_runs as adapters
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
@@ -39,7 +39,7 @@ from capibara.interop.t5x import write as t5x_write
 from capibara.models import api
 from capibara.storage import outputs, partial, stores
 
-_STORED = ("hf", "gguf", "pytorch", "t5x")
+_STORED = ("hf", token_classification.FORMAT, "gguf", "pytorch", "t5x")
 _PEFT = ("peft", "peft_fused")
 _ADAPTERS = (*_PEFT, "gguf_lora")
 _FILES = ("gguf", "gguf_lora")
@@ -482,6 +482,8 @@ def write(
         return _as_run(source, target, save)
     if form in ("gguf", "t5x") and "score.weight" in source.shapes():
         raise UserError(f"--format={form} has no reward models: use hf, pytorch or capibara")
+    if form == token_classification.FORMAT:
+        token_classification.check(source.shapes())
     view = source if isinstance(source, OurModel) else _CheckedModel(source)
     if form != "t5x" and view.config["model_type"] == tables.T5X_DECODER_TYPE:
         raise UserError(f"--format={form} has no decoder with T5's relative positions: use t5x or capibara")
@@ -506,6 +508,9 @@ def write(
         if dtype == _MXFP4:
             shapes, tensors, config = _in_mxfp4(shapes, tensors, config)
             exact = {name: np.dtype(np.uint8) for name in shapes if name.endswith(mxfp4.PARTS)}
+        if form == token_classification.FORMAT:
+            shapes, config = token_classification.shapes_of(shapes), token_classification.config_of(config)
+            tensors = token_classification.tensors_of(tensors)
         beside, torch_file = source.tokenizer | source.about, form == "pytorch"
         hf_folder.save_hf(target, config, shapes, tensors, beside, dtype=computed, state_dict=torch_file, exact=exact)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"

@@ -54,13 +54,18 @@ def write(path: pathlib.Path, model_type: str) -> None:
 
 def scores(path: pathlib.Path) -> list[float]:
     """The scores of TEXTS, each by itself, of a folder's model."""
+    return [values[-1] for values in token_scores(path)]
+
+
+def token_scores(path: pathlib.Path) -> list[list[float]]:
+    """The scores after each token of TEXTS."""
     foreign = open_model.open_model(str(path))
     model = api.build(hf_config.from_hf(foreign.config, dtype="float32"))
     here = SingleDeviceSharding(jax.devices()[0])
     params = open_model.load_params(foreign, model, jax.tree.map(lambda _: here, model.abstract_params))
-    found = []
+    result = []
     for ids in TEXTS:
         row = {"tokens": np.array([ids]), "positions": np.arange(len(ids))[None]}
         row["segment_ids"] = np.ones_like(row["tokens"])
-        found.append(float(model.logits(params, row)[0, -1, 0]))
-    return found
+        result.append(model.logits(params, row)[0, :, 0].tolist())
+    return result

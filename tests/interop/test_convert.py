@@ -192,6 +192,7 @@ def test_a_configuration_is_the_same_as_gin_text():
         (["--from=HF", "--to=y", "--format=capibara", "--dtype=bf16"], "a run folder is stored in f32"),
         (["--from=HF", "--to=y", "--format=gguf"], "--to=y with --format=gguf must end in .gguf"),
         (["--from=HF", "--to=y.gguf", "--format=hf"], "--to=y.gguf with --format=hf must not end in .gguf"),
+        (["--from=HF", "--to=y", "--format=hf_token_classification"], "this model has no scores: use hf"),
         (["--from=HF", "--to=HF/config.json/y"], "cannot be written (Not a directory)"),
         (["--from=HF", "--to=HF/config.json/y", "--format=capibara"], "cannot be written (Not a directory)"),
         (["--from=HF", "--to=HF/config.json/y.gguf"], "cannot be written (Not a directory)"),

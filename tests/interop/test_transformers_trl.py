@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 from jax.sharding import SingleDeviceSharding
 
+import capibara as cb
 from capibara.core.types import UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation
@@ -34,6 +35,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import reward_folders  # noqa: E402
+import test_token_classification  # noqa: E402
 import test_trl as ours  # noqa: E402
 
 PYTHON = os.environ.get("TORCH_PYTHON")
@@ -85,6 +87,17 @@ def test_preferences_are_learned_as_by_trl(name, folder, toy_tokenizer, monkeypa
 def test_reward_models_have_the_scores_of_transformers(model_type, scored):
     folder, want = scored
     np.testing.assert_allclose(reward_folders.scores(folder / model_type), want[model_type], rtol=2e-4, atol=2e-5)
+
+
+def test_steps_have_the_scores_of_a_token_classification(tmp_path):
+    for model_type in reward_folders.FAMILIES:
+        reward_folders.write(tmp_path / "ours" / model_type, model_type)
+        cb.convert(f"{tmp_path}/ours/{model_type}", f"{tmp_path}/theirs/{model_type}", format="hf_token_classification")
+    (tmp_path / "theirs" / "ids.json").write_text(json.dumps(reward_folders.TEXTS))
+    peer("token_scores", tmp_path / "theirs")
+    logits = json.loads((tmp_path / "theirs" / "token_scores.json").read_text())  # as committed
+    for model_type in reward_folders.FAMILIES:
+        test_token_classification.check_scores(tmp_path / "ours" / model_type, logits[model_type])
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,9 @@ Run by that test in an environment with torch, transformers, trl and datasets:
         python tests/interop/trl_peer.py scores FOLDER    the scores of the token ids in FOLDER/ids.json by each reward
         model
                                                           in FOLDER, as one padded batch, into FOLDER/scores.json
+        python tests/interop/trl_peer.py token_scores FOLDER    the logits of each token of the ids in FOLDER/ids.json by
+                                                          each token classification in FOLDER, into
+                                                          FOLDER/token_scores.json
 """
 
 from __future__ import annotations
@@ -172,6 +175,17 @@ def scores(folder: pathlib.Path) -> None:
     (folder / "scores.json").write_text(json.dumps(found))
 
 
+def token_scores(folder: pathlib.Path) -> None:
+    texts, logits = json.loads((folder / "ids.json").read_text()), {}
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        model = transformers.AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            logits[path.name] = [model(input_ids=torch.tensor([ids])).logits[0].tolist() for ids in texts]
+    (folder / "token_scores.json").write_text(json.dumps(logits) + "\n")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": train, "masks": masks, "scores": scores}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    {"train": train, "masks": masks, "scores": scores, "token_scores": token_scores}[sys.argv[1]](
+        pathlib.Path(sys.argv[2])
+    )
