@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
-from capibara.inference.engine.engine import EngineConfig
+from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.objectives.base import log_probabilities
 from capibara.objectives.preference import Dpo
 from capibara.optim import Optimizer, Schedule
 from capibara.sharding import Plan
+from capibara.strategies import generating
 from capibara.strategies.answering import Answer, Answerer
 from capibara.strategies.grpo import Grpo
 from capibara.strategies.online_dpo import OnlineDpo
@@ -169,9 +170,17 @@ def test_drawn_beside_training_without_staleness_it_trains_as_drawn_in_turn(trai
     same(turns.state, apart.state)
 
 
-def test_the_engine_draws_with_pages_for_one_answer(trainer_of, train):
-    engine = EngineConfig(slots=2, page_size=8, pages=3, prefix_cache_mib=0)
-    assert train(trainer_of({"engine": engine}, steps=1), devices=1).metrics[1]["pairs"] == PAIRS
+def test_the_engine_of_a_run_has_rows_of_one_answer(trainer_of, train, monkeypatch):
+    lengths = []
+
+    class Watched(Engine):
+        def __init__(self, model, params, vocabulary, length, *args, **options):
+            lengths.append(length)
+            super().__init__(model, params, vocabulary, length, *args, **options)
+
+    monkeypatch.setattr(generating, "Engine", Watched)
+    train(trainer_of(steps=1), devices=1)
+    assert lengths == [LENGTH // 2]
 
 
 def test_the_engine_has_room_for_one_answer_and_a_row_for_two(trainer_of):
