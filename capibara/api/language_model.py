@@ -24,7 +24,8 @@ from capibara.inference.memory_agent.prompts import Prompts
 from capibara.inference.memory_agent.reading import Reading, read
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.thinking.answering import Asked, Thinker
-from capibara.inference.thinking.strategy import Answer, Strategy
+from capibara.inference.thinking.reward_model import RewardModel, check_head
+from capibara.inference.thinking.strategy import Answer, Scores, Strategy
 from capibara.interop import hub
 from capibara.interop.open_model import LoadedModel
 
@@ -169,6 +170,16 @@ class LanguageModel(ScoredModel):
             messages.insert(0, {"role": "system", "content": system})
         return self.generate(messages, **options)
 
+    def scores(self, prompt: str | Sequence[Message], answers: Sequence[str]) -> list[Scores]:
+        """A reward model's scores of answers to a user's text or messages: a number each, or a list of one for each step.
+
+        Raises:
+          UserError: the model is no reward model, or an answer does not fit a row.
+        """
+        check_head(self.path, self.model)
+        rater = RewardModel(self.path, self.model, self.params, self.loaded.dataset, self._chat.template)
+        return _scored(rater, prompt, answers)
+
     @functools.cached_property
     def engine(self) -> Engine:
         """The engine that generates, with a copy of the parameters in the compute dtype."""
@@ -304,6 +315,18 @@ def _asked_turn(chat: Chat, messages: list[dict[str, Any]], options: Sampling, a
         return chat.ids_after(conversation, "messages"), chat.ends
 
     return Asked(turn["content"], inputs, options, adapter, Conversation(before))
+
+
+def _scored(rater: RewardModel, prompt: str | Sequence[Message], answers: Sequence[str]) -> list[Scores]:
+    """The scores of answers to a user's text or messages."""
+    if isinstance(answers, str) or not answers or not all(isinstance(answer, str) for answer in answers):
+        raise UserError(f"the answers are {short(answers)}, must be a list of texts: give at least one")
+    _, messages = _asked([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    if messages is None:
+        raise UserError(
+            f"the prompt is {short(prompt)}, must be a text or messages: score the answers to each by itself"
+        )
+    return rater.scores(Conversation(messages), answers)
 
 
 def _is_single(prompt: str | Sequence[str] | Sequence[Message]) -> bool:

@@ -14,7 +14,7 @@ from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Pair, Scorer
 from capibara.interop.open_model import LoadedModel
-from capibara.models.api import Model, TransformerConfig
+from capibara.models.api import Head, Model, TransformerConfig
 
 
 class ScoredModel:
@@ -87,6 +87,10 @@ class ScoredModel:
         Raises:
           UserError: the model does not predict the next token, the texts are longer than a row, or the continuation is empty.
         """
+        if self.config.head is Head.SCORE:
+            raise UserError(
+                f"{self.loaded.path} is a reward model, and score is of language models: use scores(prompt, answers)"
+            )
         if self.model.read is None:
             raise UserError("score is of models that predict the next token, and this one does not")
         encode, before = self.tokenizer.encode, self.tokenizer.prompt_ids(context)

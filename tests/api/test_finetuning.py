@@ -22,6 +22,7 @@ from capibara.cli import infer, plan, prepare
 from capibara.cli import train as train_verb
 from capibara.cli.composition import finetuning
 from capibara.core.types import UserError
+from capibara.data.chat.formats import Conversation
 from capibara.monitoring.metrics_file.loggers import read_metrics
 from capibara.multihost import exits
 
@@ -173,6 +174,22 @@ def test_a_stored_teacher_is_learned_from_without_it(folder, tmp_path, capfd):
 
 def closeness(prompt, answer, record):
     return -abs(len(answer) - int(record["answer"]))
+
+
+def test_a_process_reward_model_scores_each_step(folder, tmp_path):
+    """A step's score is the logit at the end of its separator, with what stands before it alone."""
+    solutions = [{"prompt": f"{i}?", "steps": ["so", "no"], "labels": [True, False]} for i in range(30)]
+    model = cb.process_reward_model(f"{folder}/hf", solutions, str(tmp_path), steps=1, batch_size=8, length=64).model
+    begin = model._chat.template.render(
+        Conversation([{"role": "user", "content": "1?"}]), "", add_generation_prompt=True
+    )
+
+    def score(text):
+        return float(model.logits(model.tokenizer.encode_rendered(begin.text + text)[0])[-1, 0])
+
+    first, second = model.scores("1?", ["so\n\nno", "no"])
+    assert first == pytest.approx([score("so\n"), score("so\nno\n")], rel=1e-4, abs=1e-6)
+    assert second == pytest.approx([score("no\n")], rel=1e-4, abs=1e-6) and len({*first, *second}) == 3
 
 
 def length_of(method):

@@ -69,6 +69,7 @@ def test_python_votes_rates_and_asks_again(model, reward):
         rendered = template.render(Conversation(turns), "x").text
         scores.append(float(scorer.logits(scorer.tokenizer.encode_rendered(rendered)[0])[-1, 0]))
     assert best.about["rewards"] == pytest.approx(scores, rel=1e-4, abs=1e-5)
+    assert scorer.scores("ab", samples) == pytest.approx(best.about["rewards"], rel=1e-4, abs=1e-5)
     assert best.text == samples[scores.index(max(scores))] and min(scores) < max(scores)
     texts = model.generate(["ab", "ba"], thinking=cb.Rounds(rounds=2, again="{prompt}|{answer}"), **DRAWN)
     first = [model.generate(text, **DRAWN) for text in ("ab", "ba")]
@@ -86,7 +87,7 @@ def test_a_chat_asks_its_last_turn_again(model, reward):
     ]
 
 
-def test_mistakes_in_python_are_named(model, folder, tmp_path):
+def test_mistakes_in_python_are_named(model, folder, reward, tmp_path):
     for call, message in (
         (lambda: model.think("a", "vote"), "the strategy is 'vote', must be one such as cb.SelfConsistency"),
         (
@@ -100,6 +101,10 @@ def test_mistakes_in_python_are_named(model, folder, tmp_path):
         ),
         (lambda: model.think("a", cb.BestOfN(reward=f"{folder}/hf")), "hf is no reward model \\(its head is 'tied'\\)"),
         (lambda: model.think("a", cb.BestOfN(reward=f"{tmp_path}/no")), "no"),
+        (lambda: model.scores("a", ["b"]), "is no reward model \\(its head is 'tied'\\)"),
+        (lambda: cb.load(reward).scores("a", "b"), "the answers are 'b', must be a list of texts"),
+        (lambda: cb.load(reward).scores(["a", "b"], ["c"]), "must be a text or messages: score the answers to each"),
+        (lambda: cb.load(reward).score("a"), r"is a reward model, and score is of language models: use scores"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             call()
