@@ -221,6 +221,7 @@ CASES = [
     ],
     ("Rope.factor", {"DecoderConfig.rope": Rope(factor=4.0)}, {"DecoderConfig.rope": Rope(factor=4.0, scaling="linear")}),
     ("Rope.local_theta", {"DecoderConfig.rope": Rope(local_theta=9.0)}, {"DecoderConfig.rope": Rope(local_theta=9.0), "DecoderConfig.layer_pattern": ("local",), "DecoderConfig.window": 8}),
+    ("Rope.local_fraction", {"DecoderConfig.rope": Rope(local_theta=9.0, local_fraction=0.5)}, {"DecoderConfig.rope": Rope(local_theta=9.0, local_fraction=0.5), "DecoderConfig.layer_pattern": ("local",), "DecoderConfig.window": 8}),
     ("Grpo.mesh", PROMPTS | {"Trainer.loss": GRPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": GRPO(mesh=ServingMesh(tensor=1))}),
     ("Dpo.alpha", PAIRS | {"Trainer.loss": Dpo(alpha=0.7)}, PAIRS | {"Trainer.loss": Dpo(alpha=0.7, divergence="alpha_divergence")}),
     ("Dpo.discopop_tau", PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7)}, PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7, kind="discopop")}),

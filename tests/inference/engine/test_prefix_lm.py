@@ -104,7 +104,7 @@ def test_choices_are_scored_after_inputs_that_see_each_other():
     pairs = [Pair([0, *VOCABULARY.encode(prompt)], VOCABULARY.encode(" yes")) for prompt in PROMPTS]
     scores = Scorer(model, params, LENGTH)(pairs)
     logits, positions = jax.jit(model.logits), np.arange(LENGTH)[None]
-    for (context, continuation), score in zip(pairs, scores):
+    for (context, continuation, _), score in zip(pairs, scores):
         ids = np.zeros((1, LENGTH), np.int32)
         ids[0, : len(context) + len(continuation)] = [*context, *continuation]
         real = (positions < len(context) + len(continuation)).astype(np.int32)

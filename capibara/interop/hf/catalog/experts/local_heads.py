@@ -137,7 +137,9 @@ def _read_laguna_moe(values: Values) -> dict[str, Any]:
 
 
 def _write_laguna(config: TransformerConfig) -> dict[str, Any]:
-    assert isinstance(config, DecoderConfig) and config.moe is not None, "the family's kind"
+    assert isinstance(config, DecoderConfig), "the family's kind"
+    if config.moe is None:  # the family is only compared, as one that may be the nearest
+        return {}
     return write_mlp_types(config) | {
         _PER_LAYER: [config.attention_of(kind).num_heads for kind in config.kinds],
         "gating": "per-head" if config.attention_gate.of_heads else "per-element",
