@@ -258,7 +258,7 @@ DEPENDENT = (
     Dependent(("Rope.beta_fast", "Rope.beta_slow"), "Rope.scaling = 'yarn'", _scaled("yarn")),
     Dependent(("Rope.attention_factor",), "Rope.scaling = 'yarn' or 'longrope'", _scaled("yarn", "longrope")),
     Dependent(
-        ("Rope.local_theta", "Rope.local_fraction"),
+        ("Rope.local_theta",),
         "'local' in DecoderConfig.layer_pattern",
         lambda run, component: "local" in getattr(run.model, "layer_pattern", ()),
     ),

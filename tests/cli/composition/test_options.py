@@ -221,7 +221,6 @@ CASES = [
     ],
     ("Rope.factor", {"DecoderConfig.rope": Rope(factor=4.0)}, {"DecoderConfig.rope": Rope(factor=4.0, scaling="linear")}),
     ("Rope.local_theta", {"DecoderConfig.rope": Rope(local_theta=9.0)}, {"DecoderConfig.rope": Rope(local_theta=9.0), "DecoderConfig.layer_pattern": ("local",), "DecoderConfig.window": 8}),
-    ("Rope.local_fraction", {"DecoderConfig.rope": Rope(local_theta=9.0, local_fraction=0.5)}, {"DecoderConfig.rope": Rope(local_theta=9.0, local_fraction=0.5), "DecoderConfig.layer_pattern": ("local",), "DecoderConfig.window": 8}),
     ("Grpo.mesh", PROMPTS | {"Trainer.loss": GRPO(where="all", mesh=ServingMesh(tensor=1))}, PROMPTS | {"Trainer.loss": GRPO(mesh=ServingMesh(tensor=1))}),
     ("Dpo.alpha", PAIRS | {"Trainer.loss": Dpo(alpha=0.7)}, PAIRS | {"Trainer.loss": Dpo(alpha=0.7, divergence="alpha_divergence")}),
     ("Dpo.discopop_tau", PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7)}, PAIRS | {"Trainer.loss": Dpo(discopop_tau=0.7, kind="discopop")}),
@@ -326,7 +325,7 @@ ALONE = {
     "OnlineDpo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated mini_batches updates engine "
     "where rollout_devices preference resample",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
-    "Rope": "theta fraction pairs scaling yarn_bounds short_factors long_factors",
+    "Rope": "local_fraction theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
     "voting_strategy merge_strategy merge_shares lambda_reg max_iterations strategies proximal groups group_every frozen "
     "nodes_per_round init_from compression",  # strategies/consensus/settings.py has their table
