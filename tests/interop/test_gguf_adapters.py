@@ -182,7 +182,7 @@ def test_a_run_and_a_folder_of_peft_give_the_same_file(folders, tmp_path, capfd)
         (["--from=run", "--to=TO/x"], "--to=TO/x with --format=gguf_lora must end in .gguf"),
         (
             ["--from=run", "--to=TO/x.gguf", "--dtype=q8_0"],
-            "--dtype=q8_0 is for hf, gguf, pytorch, t5x: an adapter is stored in f32",
+            "--dtype=q8_0 is for hf, hf_token_classification, gguf, pytorch, t5x: an adapter is stored in f32",
         ),
         (
             ["--from=peft", "--to=TO/x.gguf", "--quantize=rtn"],
