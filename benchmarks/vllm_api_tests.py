@@ -54,6 +54,7 @@ OTHER = {
     "test_prompt_validation::test_empty_prompt": _WORDS,
     "test_prompt_validation::test_out_of_vocab_token_ids": _WORDS,
     "test_chat::test_more_than_one_prompt_logprobs_chat": _TEMPLATE,
+    "test_chat::test_long_seed": _WORDS,
     "test_chat::test_single_chat_session": _TEMPLATE,
     "test_chat::test_chat_streaming": _CHUNK,
     "test_chat::test_chat_completion_stream_options": _CHUNK,
