@@ -212,12 +212,12 @@ class Answerer:
     ) -> list[list[Answer]]:
         mine, judged = hosts.share(prompts), list[list[Answer]]()
         with self._reward_sum.threads() as pool:
-            begun = {p.row: [self._begin(pool, split, p, item) for item in finished[p.row]] for p in mine}
+            pending = {p.row: [self._begin(pool, split, p, item) for item in finished[p.row]] for p in mine}
             for turn in range(-(-len(prompts) // jax.process_count())):  # a reward may take long, too
                 self._run.reporter.check(turn)
                 self._run.reporter.progress(progress.format(sum(map(len, judged))))
                 part = mine[turn : turn + 1]
-                result = hosts.each(lambda: [(p.row, [answer().packed() for answer in begun[p.row]]) for p in part])
+                result = hosts.each(lambda: [(p.row, [answer().packed() for answer in pending[p.row]]) for p in part])
                 for row, answers in itertools.chain.from_iterable(result):
                     assert row == prompts[len(judged)].row, "a prompt was answered twice, or by nobody"
                     judged.append([Answer.of(answer) for answer in answers])
@@ -243,11 +243,11 @@ class Answerer:
         answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
         dialogues = Dialogues(environment, talk, dialect, generate).held(openings)
         with self._reward_sum.threads() as pool:
-            begun = [
+            pending = [
                 self._begin_rewards(pool, split, item.opening.prompt, item.text, {"dialogue": item.messages})
                 for item in dialogues
             ]
-            for item, rewards in zip(dialogues, begun):
+            for item, rewards in zip(dialogues, pending):
                 prompt, (total, parts) = item.opening.prompt, rewards()
                 answer = Answer(prompt.ids, item.tokens, item.drawn, total, parts, item.truncated, item.is_own)
                 answers[prompt.row].append(answer)

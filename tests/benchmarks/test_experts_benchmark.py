@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import pathlib
-import sys
 
 import pytest
 from rich.console import Console
@@ -15,18 +12,9 @@ SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "experts.p
 
 
 @pytest.fixture(scope="module")
-def experts():
+def experts(load_benchmark):
     """The benchmark as a module."""
-    path, environment = list(sys.path), dict(os.environ)
-    spec = importlib.util.spec_from_file_location("benchmark_of_experts", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = path
-        os.environ.clear()
-        os.environ.update(environment)
-    return module
+    return load_benchmark("experts")
 
 
 def test_the_right_piece_of_a_question_goes_on_with_its_text(experts, tmp_path):

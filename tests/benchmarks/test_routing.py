@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -18,18 +17,9 @@ DOMAINS = ("python", "sql", "javascript", "debug", "ml", "api")
 
 
 @pytest.fixture(scope="module")
-def routing():
+def routing(load_benchmark):
     """The benchmark as a module."""
-    path, environment = list(sys.path), dict(os.environ)
-    spec = importlib.util.spec_from_file_location("benchmark_of_routing", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = path
-        os.environ.clear()
-        os.environ.update(environment)
-    return module
+    return load_benchmark("routing")
 
 
 def counts(routing, experts_of, tokens=8):

@@ -218,8 +218,8 @@ def _conversation(record: Mapping[str, Any], messages: list[Message], where: str
         variables = _json(variables, where, "chat_template_kwargs")
     if variables is not None and not isinstance(variables, Mapping):
         raise UserError(f"{where}: chat_template_kwargs must be an object, not {_short(variables)}")
-    given = {key: value for key, value in (variables or {}).items() if value is not None}  # Arrow fills in the others
-    return Conversation(messages, tools, given or None)
+    variables = {key: value for key, value in (variables or {}).items() if value is not None}  # Arrow fills in the rest
+    return Conversation(messages, tools, variables or None)
 
 
 def _system(record: Mapping[str, Any], where: str) -> str:
@@ -297,11 +297,11 @@ def _of_openai(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """A record with OpenAI's keys of a preference pair, with those that others have."""
     if not ("preferred_output" in record and "non_preferred_output" in record):
         return record
-    given = record.get("input")
-    if not isinstance(given, Mapping) or "messages" not in given:
-        raise UserError(f"{where}: input must be an object with messages, not {_short(given)}")
+    prompt = record.get("input")
+    if not isinstance(prompt, Mapping) or "messages" not in prompt:
+        raise UserError(f"{where}: input must be an object with messages, not {_short(prompt)}")
     answers = {"chosen": record["preferred_output"], "rejected": record["non_preferred_output"]}
-    return {**given, **answers, "prompt": given["messages"]}
+    return {**prompt, **answers, "prompt": prompt["messages"]}
 
 
 _QUESTIONS, _ANSWERS = ("question", "problem", "query"), ("solution", "answer", "response")
@@ -315,9 +315,7 @@ _KEYS: dict[Format, tuple[tuple[str, ...], ...]] = {
     Format.QUESTION: (_QUESTIONS, _ANSWERS),
 }
 # One of them is in each form of a conversation or a prompt.
-CHAT_KEYS = frozenset(
-    {"messages", "conversations", "conversation", "contents", "prompt", "instruction", "completion", *_QUESTIONS}
-)
+CHAT_KEYS = frozenset(key for needed in _KEYS.values() for key in needed[0]) | {"completion"}
 _READERS: dict[Format, Callable[[Mapping[str, Any], str], list[Message]]] = {
     Format.MESSAGES: _from_messages,
     Format.SHAREGPT: _from_sharegpt,

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from capibara.config import configurable
@@ -151,7 +151,7 @@ class ChatTemplate:
           TemplateFails: the template needs too much time or memory.
         """
         name, variables = self._name_for(first := conversations[0][0]), first.variables or {}
-        _check_asked(variables, self._compiled(name)[2] - {*self._files.token_names}, where)
+        _check_asked(variables, self._compiled(name)[2], self._files.token_names, where)
         given = {"documents": None, **self.variables, **variables, "tools": first.tools}
         each = [{"messages": item.messages, "add_generation_prompt": prompt} for item, prompt in conversations]
         try:
@@ -282,9 +282,11 @@ class ChatTemplate:
         return {}
 
 
-def _check_asked(variables: Mapping[str, Any], asked: frozenset[str], where: str) -> None:
-    """Raises UserError for a variable of a record that the template does not ask for, or that the conversation has."""
-    asked -= {"messages", "tools", "add_generation_prompt"}
+def _check_asked(variables: Mapping[str, Any], asked: frozenset[str], token_names: Collection[str], where: str) -> None:
+    """Raises UserError for a variable of a record that the template does not ask for, or that is of the tokenizer or conversation."""
+    if not variables:
+        return
+    asked = asked - {"messages", "tools", "add_generation_prompt", *token_names}
     for name in variables:
         if name not in asked:
             raise UserError(

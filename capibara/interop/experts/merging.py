@@ -74,12 +74,12 @@ class MergeExperts(ExpertOperation):
     def layer(self, weights: Arrays, place: Place) -> tuple[Arrays, list[list[int]]]:
         assert place.moe is not None and place.use is not None
         features = self.similarity.features(weights, place.use)
-        found: list[list[int]] = []
+        made_of: list[list[int]] = []
         for group in operation.groups(place.moe):
             of_group = clusters(features[group], self.experts // place.moe.groups)
-            found += [[int(group[index]) for index in cluster] for cluster in of_group]
-        merged = [self._merged(weights, np.asarray(cluster), place.use.routed) for cluster in found]
-        return {name: np.stack([expert[name] for expert in merged]) for name in weights}, found
+            made_of += [[int(group[index]) for index in cluster] for cluster in of_group]
+        merged = [self._merged(weights, np.asarray(cluster), place.use.routed) for cluster in made_of]
+        return {name: np.stack([expert[name] for expert in merged]) for name in weights}, made_of
 
     def _merged(self, weights: Arrays, cluster: np.ndarray, routed: np.ndarray) -> Arrays:
         share = (
@@ -99,18 +99,18 @@ class MergeExperts(ExpertOperation):
 
 def clusters(features: np.ndarray, count: int) -> list[list[int]]:
     """Agglomerative clustering with average linkage: so many clusters of rows, ordered by their first members."""
-    found = [[index] for index in range(len(features))]
+    members = [[index] for index in range(len(features))]
     distances = np.linalg.norm(features[:, None] - features[None], axis=-1)
     np.fill_diagonal(distances, np.inf)
-    while len(found) > count:
+    while len(members) > count:
         first, second = sorted(np.unravel_index(int(distances.argmin()), distances.shape))
-        sizes = len(found[first]), len(found[second])
+        sizes = len(members[first]), len(members[second])
         joined = (sizes[0] * distances[first] + sizes[1] * distances[second]) / sum(sizes)
         distances[first], distances[:, first] = joined, joined
         distances[first, first] = np.inf
         distances = np.delete(np.delete(distances, second, 0), second, 1)
-        found[first] += found.pop(second)
-    return sorted(sorted(cluster) for cluster in found)
+        members[first] += members.pop(second)
+    return sorted(sorted(cluster) for cluster in members)
 
 
 def aligned(expert: Arrays, like: Arrays) -> Arrays:

@@ -48,8 +48,8 @@ def main() -> None:
         elif request["boxed"] and not _BOXED.search(answer):
             result = False
         else:
-            given = read(answer, latex, plain)
-            result = math_verify.verify(expected, given, timeout_seconds=None)
+            predicted = read(answer, latex, plain)
+            result = math_verify.verify(expected, predicted, timeout_seconds=None)
         print(json.dumps(result), flush=True)
 
 
