@@ -15,8 +15,8 @@ from capibara.models.api import TransformerConfig
 from capibara.training.trainer import Trainer
 
 RULE = (
-    "models wider than 256 shrink: embed_dim to 128, mlp_dim, expert widths and head_dim by the same factor (to "
-    "multiples of 64, 64 and 8), at most 4 layers or one of each pattern and pipeline part; rows to at most 128 tokens "
+    "models wider than 256 shrink: embed_dim to 128, mlp_dim, expert widths, latent ranks and head_dim by the same factor (to "
+    "multiples of 64, of head_dim to multiples of 8), at most 4 layers or one of each pattern and pipeline part; rows to at most 128 tokens "
     "(longer conversations are cut; those of pairs and prompts stay), windows by the same factor, one row per batch shard and micro-batch; vocabularies "
     "beyond 1024 to that of the data; heads, experts, mesh axes and everything else stay"
 )
@@ -77,9 +77,9 @@ def _shrunk_model(model: TransformerConfig, parts: int, shorter: float, vocabula
         first_dense = min(moe.first_dense, max(0, values["num_layers"] - len(moe.pattern)))
         values["moe"] = dataclasses.replace(moe, expert_dim=expert_dim, shared_dim=shared_dim, first_dense=first_dense)
     if (latent := getattr(model, "latent", None)) is not None:
-        sizes = {name: width(getattr(latent, name), 2) for name in ("kv_rank", "query_rank", "rotary_dim", "value_dim")}
-        size = values["head_dim"]
-        sizes |= {"rotary_dim": min(sizes["rotary_dim"], size - 2), "value_dim": min(sizes["value_dim"], size)}
+        sizes, size = {name: width(getattr(latent, name), 64) for name in ("kv_rank", "query_rank")}, values["head_dim"]
+        for name, most in (("rotary_dim", size - 2), ("value_dim", size)):
+            sizes[name] = min(width(getattr(latent, name), 2), most)
         values["latent"] = dataclasses.replace(latent, **sizes)
     if (inner := getattr(model, "embedding_dim", None)) is not None:
         values["embedding_dim"] = min(inner, _WIDTH // 2)

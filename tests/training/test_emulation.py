@@ -127,3 +127,19 @@ def test_layers_without_an_mlp_stay_without():
     model = api.DecoderConfig(vocab_size=512, embed_dim=512, num_layers=8, **alone)
     shrunk = emulation.shrunk(dataclasses.replace(base(), model=model), 8).model
     assert shrunk.embed_dim == 128 and shrunk.mlp_dim == 0 and shrunk.one_branch and shrunk.mixer.inner_dim == 256
+
+
+@pytest.mark.parametrize("name", ["gemma3n_e2b", "gemma3n_e4b"])
+def test_sparse_and_dense_mlps_both_stay(name):
+    """A shrunk model has fewer layers than the first, sparse ones of the whole model."""
+    files = ["runs/pretrain.gin", f"models/{name}.gin", "tasks/stdlib.gin"]
+    config.parse(files, ['MODEL_DIR = "run"', "TRAIN_STEPS = 2", "Trainer.model = @Gemma3nConfig()"])
+    model = emulation.shrunk(config.build(Trainer), 8).model
+    assert (model.num_layers, model.activation_sparsity) == (5, (0.95,) * 4)
+
+
+def test_latent_ranks_divide_among_the_devices():
+    trainer, shrunk = family("deepseek_v3")
+    sizes = shrunk.model.latent
+    assert (sizes.kv_rank, sizes.query_rank, sizes.rotary_dim, sizes.value_dim) == (64, 64, 2, 2)
+    assert trainer.model.latent.kv_rank == 512

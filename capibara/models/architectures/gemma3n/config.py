@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from capibara.config import configurable
 from capibara.core.types import UserError
@@ -47,6 +48,12 @@ class Gemma3nConfig(SharedKeysConfig):
                 raise UserError(
                     f"Gemma3nConfig.activation_sparsity has {share}, must be from 0 to below 1: try 0.95, or 0.0"
                 )
+
+    def emulated(self, values: dict[str, Any], factor: float) -> dict[str, Any]:
+        """Of sparse and of dense MLPs at least one each, where the model has both."""
+        sparse, layers = len(self.activation_sparsity), values["num_layers"]
+        most = layers if sparse == self.num_layers else layers - 1
+        return super().emulated(values, factor) | {"activation_sparsity": self.activation_sparsity[:most]}
 
     def sparsity(self, layer: int) -> float:
         return self.activation_sparsity[layer] if layer < len(self.activation_sparsity) else 0.0
