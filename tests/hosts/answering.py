@@ -260,7 +260,7 @@ def harness(folder: pathlib.Path, name: str) -> dict:
 
     subject = open_subject(str(folder / "run"), bindings=["Dataset.length = 64", "Plan.batch_size = 8"])
     lm = CapibaraLM(subject)
-    asked = [("x" * i, {"max_gen_toks": 4, "do_sample": i % 2 == 0}) for i in range(1, 12)]
+    asked = [("x" * i, {"max_gen_toks": 4, "temperature": 0.7 * (i % 2)}) for i in range(1, 12)]
     pairs = [("a" * i, "b" * (1 + i % 3)) for i in range(1, 90)]
 
     def instances(kind, given):
