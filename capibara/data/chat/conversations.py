@@ -19,13 +19,15 @@ from capibara.data.sources.sources import Documents, Example, LineDocuments, Sou
 from capibara.data.text import disk
 from capibara.data.tokenizers.vocabulary import GUARD
 
+_WEIGHTS = ("weight", "loss_weight", "loss", "train")  # of a message, 0 or 1
 _RENDERED_FIRST = 500  # conversations of a split that are rendered before the run starts, to find errors early
 
 
 class TrainOn(enum.StrEnum):
     """The parts of a conversation with loss.
 
-    ASSISTANT: the assistant's messages, with the end of each turn, except messages with "weight" (or "loss_weight") 0.
+    ASSISTANT: the assistant's messages, with the end of each turn, except messages with "weight" (or "loss_weight", or "loss" as
+      in ms-swift, or "train" as in Axolotl) 0 or false.
     LAST: only the last of these messages.
     EACH: each of these messages in a document of its own, which ends with it: what a model reads and says at that turn. So
       thoughts have loss that a template drops from the turns before the last.
@@ -181,7 +183,8 @@ def _counting(conversation: Conversation, train_on: TrainOn, where: str) -> list
 
 
 def _weight(message: Message, where: str) -> bool:
-    weight = message.get("weight", message.get("loss_weight", 1))
-    if weight not in (0, 1):
-        raise UserError(f"{where}: the weight of a message must be 0 or 1, not {weight!r}")
-    return bool(weight)
+    weights = {name: message[name] for name in _WEIGHTS if name in message}
+    for name, weight in weights.items():
+        if weight not in (0, 1):
+            raise UserError(f"{where}: {name} of a message must be 0 or 1, not {weight!r}")
+    return all(weights.values())

@@ -19,7 +19,7 @@ Message = dict[str, Any]
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    **dict.fromkeys(("observation", "tool", "function_response", "function"), "tool"),
     "system": "system",
 }
 _PART_KEYS = ("type", "text", "cache_control", "annotations", "citations", "index", "id")  # which change no text
@@ -37,6 +37,7 @@ class Format(enum.StrEnum):
     PROMPT_COMPLETION: "prompt" and "completion", text or messages, or "response".
     ALPACA: "instruction", "input" or "context" (may be empty) and "output" or "response".
     QUESTION: "question", "problem" or "query", and "solution", "answer" or "response".
+      The last three may have "history" before them, a list of [user, assistant].
     CHOSEN: a preference pair's prompt and its chosen answer.
     """
 
@@ -181,7 +182,7 @@ def read_prompt(record: object, where: str) -> Conversation:
         if "contents" in record:
             messages = _from_contents(record, where)
         elif question is not None:
-            messages = [_text_message("user", record[question], where, question)]
+            messages = _asked(record, question, where)
         elif "instruction" in record:
             messages = _alpaca_prompt(record, where)
         else:
@@ -219,6 +220,8 @@ def _conversation(record: Mapping[str, Any], messages: list[Message], where: str
     if variables is not None and not isinstance(variables, Mapping):
         raise UserError(f"{where}: chat_template_kwargs must be an object, not {_short(variables)}")
     variables = {key: value for key, value in (variables or {}).items() if value is not None}  # Arrow fills in the rest
+    if documents := record.get("documents"):  # of transformers' apply_chat_template
+        variables["documents"] = documents
     return Conversation(messages, tools, variables or None)
 
 
@@ -247,11 +250,7 @@ def _from_sharegpt(record: Mapping[str, Any], where: str) -> list[Message]:
 
 def _from_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     prompt = record["prompt"]
-    before = (
-        _messages(prompt, where, "prompt")
-        if isinstance(prompt, list)
-        else [_text_message("user", prompt, where, "prompt")]
-    )
+    before = _messages(prompt, where, "prompt") if isinstance(prompt, list) else _asked(record, "prompt", where)
     key = "completion" if "completion" in record else "response"
     return before + _answer(record[key], key, where)
 
@@ -262,26 +261,52 @@ def _from_alpaca(record: Mapping[str, Any], where: str) -> list[Message]:
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+    message = _text_message("user", record["instruction"], where, "instruction")
+    key = "input" if record.get("input") else "context"
+    more = _text_message("user", record.get(key) or "", where, key)["content"]
+    text = f"{message['content']}\n\n{more}" if more else message["content"]
+    _check_beside(record, "instruction", text, where)
+    return [*_history(record, where), {**message, "content": text}]
+
+
+def _asked(record: Mapping[str, Any], key: str, where: str) -> list[Message]:
+    """The user's question in a key, after what was said before it."""
+    message = _text_message("user", record[key], where, key)
+    _check_beside(record, key, message["content"], where)
+    return [*_history(record, where), message]
+
+
+def _history(record: Mapping[str, Any], where: str) -> list[Message]:
     messages = []
     for turn in record.get("history") or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError(f"{where}: history must be a list of [instruction, answer], not {_short(turn)}")
-        messages += [
-            _text_message("user", turn[0], where, "history"),
-            _text_message("assistant", turn[1], where, "history"),
-        ]
-    message = _text_message("user", record["instruction"], where, "instruction")
-    key = "input" if record.get("input") else "context"
-    more = _text_message("user", record.get(key) or "", where, key)["content"]
-    return [*messages, {**message, "content": f"{message['content']}\n\n{more}" if more else message["content"]}]
+        roles = ("user", "assistant")
+        messages += [_text_message(role, text, where, "history") for role, text in zip(roles, turn)]
+    return messages
+
+
+def _check_beside(record: Mapping[str, Any], key: str, text: str, where: str) -> None:
+    """Raises UserError for a passage or choices that a question is about, and that its text does not have."""
+    for name in ("context", "passage", "choices", "options"):
+        value = record.get(name)
+        if any(part.strip() not in text for part in _texts(value)):
+            raise UserError(
+                f"{where}: {name} ({_short(value)}) is not in {key}, which alone the model would read: write both into {key}, or "
+                f"leave {name} out"
+            )
+
+
+def _texts(value: object) -> list[str]:
+    """All texts in a value of JSON."""
+    if isinstance(value, (list, Mapping)):
+        return [text for item in (value.values() if isinstance(value, Mapping) else value) for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
 
 
 def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
     question, answer = (next(key for key in keys if key in record) for keys in (_QUESTIONS, _ANSWERS))
-    return [
-        _text_message("user", record[question], where, question),
-        _text_message("assistant", record[answer], where, answer),
-    ]
+    return [*_asked(record, question, where), _text_message("assistant", record[answer], where, answer)]
 
 
 def _from_contents(record: Mapping[str, Any], where: str) -> list[Message]:
@@ -332,12 +357,12 @@ def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     if all(isinstance(answer, list) for answer in answers) and not isinstance(prompt, list):
         return []  # the lists contain the whole conversation; a prompt in text only repeats its beginning
     if isinstance(prompt, str):
-        return [_text_message("user", prompt, where, "prompt")]
+        return _asked(record, "prompt", where)
     for key in ("prompt", "conversations", "messages"):
         if isinstance(record.get(key), list):
             return _messages(record[key], where, key)
     if "question" in record:
-        return [_text_message("user", record["question"], where, "question")]
+        return _asked(record, "question", where)
     if "instruction" in record:
         return _alpaca_prompt(record, where)
     known = "prompt, conversations, messages, question, instruction"
@@ -377,7 +402,7 @@ def _message(value: object, where: str) -> Message:
     reasoning = next((value[key] for key in _REASONING if isinstance(value.get(key), str)), None)
     if reasoning is not None:
         message |= {"thinking": reasoning, "reasoning_content": reasoning}
-    calls = message.pop("tool_calls", None)
+    calls = message.pop("tool_calls", None) or message.pop("function_call", None)
     if calls:
         message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     return {"role": _ROLES.get(role, role), "content": _content(content, where, bool(calls), role), **message}

@@ -290,7 +290,7 @@ def _check_asked(variables: Mapping[str, Any], asked: frozenset[str], token_name
     for name in variables:
         if name not in asked:
             raise UserError(
-                f"{where}: chat_template_kwargs has {name!r}, and the chat template asks for "
+                f"{where} has {name!r} for the chat template (in chat_template_kwargs, or documents), which asks for "
                 f"{', '.join(sorted(asked)) or 'no variable'}: leave it out{did_you_mean(name, asked)}"
             )
 

@@ -226,18 +226,19 @@ def test_where_nothing_fits_the_rows(corpus, folder, options):
         next(loader)
 
 
-def test_messages_without_weight(tmp_path, folder, caplog):
+@pytest.mark.parametrize(("name", "values"), [("weight", (0, 1)), ("loss", (False, True)), ("train", (False, True))])
+def test_messages_without_weight(tmp_path, folder, caplog, name, values):
     path = tmp_path / "a.jsonl"
-    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no", "weight": 0}]
-    talk += [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes", "weight": 1}]
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "no", name: values[0]}]
+    talk += [{"role": "user", "content": "q"}, {"role": "assistant", "content": "yes", name: values[1]}]
     path.write_text("".join(json.dumps({"messages": talk[:stop]}) + "\n" for stop in (4, 2)))
     dataset = make_dataset(path, folder, {"validation_files": (str(path),)})
     with caplog.at_level(logging.WARNING):
         batches = list(make_loader(dataset, split="validation", batch_size=1, epochs=1))
     assert said(batches, dataset.vocabulary) == {"yes<|im_end|>": 1}
     assert "of 2 conversations read so far 1 without loss were dropped" in caplog.text
-    path.write_text(json.dumps({"messages": [talk[0], {**talk[1], "weight": 0.5}]}) + "\n")
-    with pytest.raises(UserError, match="a.jsonl:1: the weight of a message must be 0 or 1, not 0.5"):
+    path.write_text(json.dumps({"messages": [talk[0], {**talk[1], name: 0.5}]}) + "\n")
+    with pytest.raises(UserError, match=f"a.jsonl:1: {name} of a message must be 0 or 1, not 0.5"):
         dataset.source.open("validation")
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from capibara.core.types import UserError
-from capibara.data.chat.formats import Conversation, Format, read_conversation, read_preference
+from capibara.data.chat.formats import Conversation, Format, read_conversation, read_preference, read_prompt
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -273,3 +273,68 @@ def test_preferences(record):
 def test_bad_preferences(record, message):
     with pytest.raises(UserError, match=message):
         read_preference(record, "a:1")
+
+
+@pytest.mark.parametrize("key", ["question", "prompt", "query"])
+def test_what_was_said_before_a_question(key):
+    """ms-swift has a history beside query and response, LLaMA-Factory beside instruction."""
+    record = {key: "i", "response": "o", "history": [["q", "a"]]}
+    asked = [*TALK, {"role": "user", "content": "i"}]
+    assert read_conversation(record, "a:1").messages == [*asked, {"role": "assistant", "content": "o"}]
+    assert read_prompt(record, "a:1").messages == asked
+    with pytest.raises(UserError, match=r"a:1: history must be a list of \[instruction, answer\], not 'q'"):
+        read_prompt({**record, "history": ["q"]}, "a:1")
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"context": "The cat sat."},
+        {"passage": "The cat sat."},
+        {"choices": ["on a mat", "nowhere"]},
+        {"options": {"A": "on a mat", "B": "nowhere"}},
+        {"choices": {"text": ["on a mat"], "label": ["A"]}},
+    ],
+)
+@pytest.mark.parametrize("key", ["question", "prompt", "problem", "instruction"])
+def test_what_a_question_is_about_is_in_it_or_refused(beside, key):
+    """Without its passage or choices a model would learn to guess."""
+    name = next(iter(beside))
+    about = " ".join(["The cat sat.", "A on a mat", "B nowhere"])
+    record = {"response": "a", **beside}
+    if (key, name) != ("instruction", "context"):  # which Dolly's lines have
+        for reader in (read_conversation, read_prompt):
+            with pytest.raises(
+                UserError, match=rf"a:1: {name} \(.*\) is not in {key}, which alone the model would read"
+            ):
+                reader({key: "Where?", **record}, "a:1")
+        assert read_conversation({key: f"{about} Where?", **record}, "a:1").messages[0]["content"].endswith("Where?")
+    assert read_conversation({key: "Where?", **record, name: None}, "a:1").messages[0]["content"] == "Where?"
+
+
+@pytest.mark.parametrize("key", ["prompt", "question"])
+def test_a_pair_has_what_its_question_is_about(key):
+    pair = {key: "i", "chosen": "a", "rejected": "b"}
+    assert len(read_preference({**pair, "history": [["q", "a"]]}, "a:1").chosen.messages) == 4
+    with pytest.raises(UserError, match=f"context .* is not in {key}"):
+        read_preference({**pair, "context": "c"}, "a:1")
+
+
+def test_a_call_of_openais_older_form_is_a_tool_call():
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    older = [
+        TALK[0], {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "f", "content": "2"},
+        TALK[1],
+    ]  # fmt: skip
+    record = {"messages": older, "functions": [TOOL["function"]]}
+    messages, tools, _ = read_conversation(record, "a:1")
+    assert tools == [TOOL]
+    assert messages == [
+        TALK[0], {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "name": "f", "tool_call_id": "call00001"}, TALK[1],
+    ]  # fmt: skip
+
+
+def test_documents_are_for_the_template():
+    documents = [{"title": "t", "text": "x"}]
+    assert read_conversation({"messages": TALK, "documents": documents}, "a:1").variables == {"documents": documents}

@@ -144,10 +144,10 @@ def test_a_record_gives_the_template_its_variables(tokenizer_folder):
     template = ChatTemplate(tokenizer=tokenizer_folder("qwen3"), template=written)
     assert template.render(Conversation(plain()[:1], None, {"documents": ["d"]}), "a:1").text.startswith("d")
     with pytest.raises(
-        UserError, match="a:1: chat_template_kwargs has 'document', and .* asks for documents: .* did you mean"
+        UserError, match="a:1 has 'document' for the chat template .*, which asks for documents: .* did you mean"
     ):
         template.render(Conversation(plain()[:1], None, {"document": "d"}), "a:1")
-    with pytest.raises(UserError, match="has 'messages', and the chat template asks for documents"):
+    with pytest.raises(UserError, match="has 'messages' for the chat template .*, which asks for documents"):
         template.render(Conversation(plain()[:1], None, {"messages": []}), "a:1")
 
 
