@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -33,6 +34,7 @@ RIGHT = '{"name": "Ada", "age": 36}'
         ('{"name": "Ada"}', 0),
         ("", 0),
         ("[" * 100_000, 0),
+        ('{"name": "Ada", "age": 1e400}', 0),
     ],
 )
 def test_the_schema_decides(answer, reward):
@@ -47,7 +49,40 @@ def test_references_stay_within_the_schema():
         JsonAnswer().check_record({"schema": {"$ref": "http://localhost:1/schema.json"}})
 
 
-@pytest.mark.parametrize("schema", [{"type": "integre"}, "{", {"minimum": "3"}, [1]])
+@pytest.mark.parametrize(
+    ("schema", "answer", "reward"),
+    [
+        ({"multipleOf": 0.1}, "1" + "0" * 400, 0),  # which no float has
+        ({"multipleOf": 0.5}, "2.5", 1),
+        ({"type": "number"}, "-Infinity", 0),
+        ({"type": "integer"}, "1e2", 1),
+        ({"$id": "http://a/b", "$defs": {"n": {"$id": "c", "type": "integer"}}, "$ref": "c"}, "1", 1),
+    ],
+)
+def test_numbers_and_ids(schema, answer, reward):
+    JsonAnswer().check_record({"schema": schema})
+    assert JsonAnswer()("", answer, {"schema": schema}) == reward
+
+
+def test_an_expression_that_does_not_end_is_wrong_and_the_next_answer_is_read():
+    verifier, begin_s = JsonAnswer(seconds=1.0), time.monotonic()
+    record = {"schema": {"pattern": "^(a|a)+$"}}
+    verifier.check_record(record)
+    assert verifier("", json.dumps("a" * 60 + "b"), record) == 0
+    assert time.monotonic() - begin_s < 60
+    assert JsonAnswer(seconds=60.0)("", '"aa"', record) == 1
+    for seconds in (0, float("inf")):
+        with pytest.raises(UserError, match="JsonAnswer.seconds is .*, must be above 0"):
+            JsonAnswer(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integre"}, "{", {"minimum": "3"}, [1], {"$ref": "#"}, {"properties": {"a": {"$ref": "#/$defs/none"}}},
+        {"items": {"pattern": "["}}, {"patternProperties": {"\\p{L}": {}}},
+    ],
+)  # fmt: skip
 def test_a_record_without_a_schema_is_refused(schema):
     with pytest.raises(UserError, match=r"JsonAnswer.field \('schema'\) of a record is .*, must be a JSON Schema"):
         JsonAnswer().check_record({"schema": schema})

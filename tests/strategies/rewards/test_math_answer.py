@@ -59,7 +59,7 @@ def test_marked_words_are_latex():
 
 
 def test_a_formula_that_does_not_end_is_wrong_and_the_next_one_is_read():
-    processes = MathProcesses(1)
+    processes = MathProcesses()
     try:
         assert processes.readable("1", 60)
         begin_s = time.monotonic()
