@@ -19,7 +19,7 @@ class PassesTests(Verifier):
     """1 if the program of an answer passes the record's tests in a `sandbox`; otherwise 0.
 
     The program is the code in an answer's fenced block that defines the record's "entry_point", else in its first block, else the
-    whole answer; what the record's "setup" has runs before it. Tests are decided in a process of their own, which the program
+    whole answer; what the record's "setup" has (MBPP's "test_setup_code" and "test_imports") runs before it. Tests are decided in a process of their own, which the program
     does not reach (see `dialogue`).
 
     Attributes:
@@ -43,4 +43,8 @@ class PassesTests(Verifier):
             raise UserError(
                 f"a record has no field {self.field!r} (it has: {', '.join(record)}): set PassesTests.field to the one with the tests"
             )
-        return {"test": record[self.field]} | {name: record.get(name) for name in ("setup", "entry_point")}
+        parts = [record.get(name) or "" for name in ("setup", "test_setup_code", "test_imports")]
+        texts = [text for part in parts for text in (part if isinstance(part, list) else [part])]
+        wrong = next((text for text in texts if not isinstance(text, str)), None)
+        setup = "\n".join(filter(None, texts)) if wrong is None else wrong
+        return {"test": record[self.field], "setup": setup, "entry_point": record.get("entry_point")}

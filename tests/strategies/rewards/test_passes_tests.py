@@ -32,7 +32,16 @@ def test_statements_and_a_setup_are_tests_too():
     assert [verifier("", f"def twice(x): return {value}", record) for value in ("2 * x", "x + 2")] == [1, 0]
 
 
+@pytest.mark.parametrize("setup", [{"test_setup_code": "import math"}, {"test_imports": ["import math", "import re"]}])
+def test_a_record_of_mbpp_has_a_setup_of_other_names(setup):
+    record = {"test_list": ["assert twice(math.pi) == 2 * math.pi"], **setup}
+    verifier = PassesTests(field="test_list")
+    assert [verifier("", f"def twice(x): return {value}", record) for value in ("2 * x", "x + 2")] == [1, 0]
+
+
 def test_records_are_checked():
+    with pytest.raises(UserError, match="'setup' must be a text, not 3"):
+        PassesTests().check_record(CHECK | {"test_imports": ["import math", 3]})
     with pytest.raises(UserError, match=r"no field 'test' \(it has: answer\): set PassesTests.field"):
         PassesTests().check_record({"answer": "5"})
     with pytest.raises(UserError, match="'entry_point' must be a text"):
