@@ -224,6 +224,9 @@ class Output:
             if error is not None and self._recorder is not None:
                 with contextlib.suppress(UserError):  # a full disk, which the error says already
                     self._recorder.fail(error)
+            if isinstance(error, UserError) and not self._has_parts():
+                # What is tried next has other settings or inputs, and nothing here is worth keeping to these.
+                shutil.rmtree(os.path.join(self.folder, _BUILDING), ignore_errors=True)
         finally:
             self.close()
 
@@ -281,6 +284,13 @@ class Output:
             _save(path, manifest.as_json())
         self._end(manifest)
         return manifest
+
+    def _has_parts(self) -> bool:
+        """Whether an unfinished or finished build has whole parts."""
+        try:
+            return os.path.exists(os.path.join(self.folder, MANIFEST)) or bool(self.parts.all() or self.scratch.all())
+        except (OSError, UserError):
+            return True
 
     def _begin(self) -> None:
         """Records the beginning of the build, once."""

@@ -109,6 +109,21 @@ def test_a_part_that_fails_leaves_nothing_and_whole_ones_are_kept(tmp_path, inpu
         assert output.finish().counts == {"kept": 1, **OF_INPUTS, "skipped": 0}
 
 
+def test_a_mistake_that_leaves_no_whole_part_binds_the_folder_to_nothing(tmp_path, inputs):
+    folder = str(tmp_path / "out")
+    for settings in ({"field": "a"}, {"field": "b"}):
+        with pytest.raises(UserError, match="no line"), Output(folder, "sets", settings, inputs) as output:
+            with output.part("first"):
+                raise UserError("no line has the field")
+        assert {*os.listdir(folder)} == {"lineage.jsonl"}
+    with pytest.raises(UserError, match="later"), Output(folder, "sets", {"field": "c"}, inputs) as output:
+        with output.part("first") as part:
+            part.write(b"1")
+        raise UserError("later")
+    with pytest.raises(UserError, match="built with other settings"):
+        Output(folder, "sets", {"field": "d"}, inputs)
+
+
 def test_a_part_that_is_written_again_is_not_recorded_until_it_is_whole(tmp_path, inputs):
     with Output(str(tmp_path / "out"), "sets", {}, inputs) as output:
         with output.part("a.jsonl") as part:

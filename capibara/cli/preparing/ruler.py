@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from capibara.cli.arguments import flags
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, example in (("tokenizer", "runs/chat"), ("out", "ruler.jsonl")):
         if not getattr(args, name):
             raise UserError(f"--{name} is missing: name it, such as --{name}={example}")
+    if os.path.lexists(args.out):
+        raise UserError(f"--out={args.out} exists already: name another, or remove it")
     outputs.check_writable(args.out, inputs=args.gin_file)
 
     from capibara import config

@@ -67,6 +67,8 @@ def test_the_verb_writes_a_file(toy_tokenizer, tmp_path, capsys):
     verb.main([f"--tokenizer={toy_tokenizer}", f"--out={out}", "--gin.Ruler.examples=2", "--gin.Ruler.lengths=(1024,)"])
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(written) == 2 * len(TASKS) and f"{len(written)} documents in {out}" in capsys.readouterr().out
+    with pytest.raises(UserError, match=f"--out={out} exists already: name another, or remove it"):
+        verb.main([f"--tokenizer={toy_tokenizer}", f"--out={out}"])
     assert write(Ruler(examples=2, lengths=(1024,)), ByteVocabulary(), str(out)) == len(written)
     assert [json.loads(line) for line in out.read_text().splitlines()] == written  # the toy tokenizer has bytes, too
 
