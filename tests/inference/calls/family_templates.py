@@ -138,6 +138,30 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepseek v3.2": (THINK + _section("\n\n<｜DSML｜function_calls>\n", _DSML, "</｜DSML｜function_calls>"), ()),
     "deepseek v4": (THINK + _section("\n\n<｜DSML｜tool_calls>\n", _DSML, "</｜DSML｜tool_calls>"), ()),
     "minimax m2": (THINK + _section("\n<minimax:tool_call>\n", _INVOKE, "</minimax:tool_call>"), ()),
+    "dots": (THINK + _section("\n<dots_function_call>\n", _INVOKE, "</dots_function_call>"), ()),
+    "longcat": (THINK + _objects("<longcat_tool_call>\n", "\n</longcat_tool_call>\n"), ()),
+    "minimax m3": (
+        THINK.replace("think>", "mm:think>")
+        + _section(
+            "\n]<]minimax[>[<tool_call>\n",
+            ']<]minimax[>[<invoke name="{{ f.name }}">{{ f.arguments | elements }}]<]minimax[>[</invoke>\n',
+            "]<]minimax[>[</tool_call>",
+        ),
+        (),
+    ),
+    "hy 3": (
+        THINK
+        + _section(
+            "<tool_calls>\n",
+            "<tool_call>{{ f.name }}<tool_sep>\n"
+            + EACH
+            + "<arg_key>{{ k }}</arg_key>\n<arg_value>"
+            + TEXT
+            + "</arg_value>\n{% endfor %}</tool_call>\n",
+            "</tool_calls>",
+        ),
+        (),
+    ),
     "kimi k2": (
         _section(
             "<|tool_calls_section_begin|>",
@@ -212,6 +236,16 @@ def _escaped(value: object) -> str:
     return f"<escape>{value if isinstance(value, str) else json.dumps(value)}<escape>"
 
 
+def _elements(value: object) -> str:
+    """As MiniMax M3's template writes a value: objects and lists as elements, a string as it is."""
+    mark = "]<]minimax[>["
+    if isinstance(value, dict):
+        return "".join(f"{mark}<{key}>{_elements(item)}{mark}</{key}>" for key, item in value.items())
+    if isinstance(value, list):
+        return "".join(f"{mark}<item>{_elements(item)}{mark}</item>" for item in value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment()
     environment.filters |= {
@@ -219,6 +253,7 @@ def _environment() -> jinja2.Environment:
         "repr": repr,
         "gemma": _gemma,
         "escaped": _escaped,
+        "elements": _elements,
     }
     return environment
 

@@ -36,8 +36,10 @@ LOSSY = {
     "phi4_mini": set(range(4, 27)),  # calls as Python's dicts, without a marker
     "firefunction": set(range(27)), "step5": set(range(27)),  # an end that belongs to the next turn
     "command-r-plus": {13},  # Jinja's indent takes U+2028 for a line break
-    "MiniMax-M3": set(range(27)),  # a form that is not known
+    "MiniMax-M3": {20},  # an empty list in a list without a schema
 }  # fmt: skip
+# What a form cannot say: an empty list in a list without a schema is an empty element, as an empty text is.
+UNWRITTEN = {"minimax m3": {20}}
 
 
 def test_each_form_has_a_template():
@@ -49,7 +51,7 @@ def test_turns_of_each_form_are_read_as_they_were_written(name):
     template, tokens = TEMPLATES[name]
     dialect = turns.dialect_of(turns.Model(template, tokens))
     assert dialect.form is not None and dialect.form.name == name
-    for index in range(len(DIALOGUES)):
+    for index in set(range(len(DIALOGUES))) - UNWRITTEN.get(name, set()):
         turn = render(template, message(index))
         assert turns.mistakes(dialect, index, len(DIALOGUES[index][2]), "", turn) == []
 

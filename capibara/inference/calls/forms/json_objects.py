@@ -182,6 +182,7 @@ FORMS = (
     _form("listed", Objects(begin="<tool_calls>", end="</tool_calls>", listed=True)),
     _form("internlm", _INTERNLM),
     _form("nemotron", Objects(begin="<TOOLCALL>", end="</TOOLCALL>", listed=True)),
+    _form("longcat", Objects(begin="<longcat_tool_call>", end="</longcat_tool_call>", padding="\n")),
     _form("hermes", _HERMES),
     _LLAMA_FORM,
     _XLAM_FORM,

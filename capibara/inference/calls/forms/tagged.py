@@ -176,6 +176,7 @@ _MINIMAX = CallTags(
     end="</minimax:tool_call>",
     is_section=True,
 )
+_DOTS = dataclasses.replace(_MINIMAX, begin="<dots_function_call>", end="</dots_function_call>")
 _DEEPSEEK = CallTags(
     begin="<｜DSML｜function_calls>",
     call='<｜DSML｜invoke name="',
@@ -196,10 +197,28 @@ _GLM = CallTags(
     value_end="</arg_value>",
     call_end="</tool_call>",
 )
+_HY = dataclasses.replace(
+    _GLM,
+    begin="<tool_calls>",
+    call="<tool_call>",
+    name_end="<tool_sep>",
+    end="</tool_calls>",
+    is_section=True,
+)
 
 
 def _form(name: str, tags: CallTags, detect: Callable[[Evidence], bool]) -> Form:
-    marks = (tags.begin, tags.call, tags.key, *tags.key_ends, tags.value, tags.value_end, tags.call_end, tags.end)
+    marks = (
+        tags.begin,
+        tags.call,
+        tags.name_end,
+        tags.key,
+        *tags.key_ends,
+        tags.value,
+        tags.value_end,
+        tags.call_end,
+        tags.end,
+    )
     return Form(name, detect, (tags.begin,), tags.read, tags.rules, marks)
 
 
@@ -209,6 +228,8 @@ FORMS = (
     ),
     _form("deepseek v3.2", _DEEPSEEK, lambda model: model.mentions("｜DSML｜")),
     _form("minimax m2", _MINIMAX, lambda model: model.mentions(_MINIMAX.begin)),
+    _form("dots", _DOTS, lambda model: model.mentions(_DOTS.begin)),
+    _form("hy 3", _HY, lambda model: model.mentions(_HY.name_end)),
     _form("glm", _GLM, lambda model: model.mentions(_GLM.key)),
     _form("seed", _SEED, lambda model: model.mentions(_SEED.begin)),
     _form("qwen xml", _QWEN, lambda model: model.mentions(_QWEN.key) and model.mentions(_QWEN.begin)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from capibara.inference.calls.parsing import literals
@@ -52,15 +52,29 @@ class Tools:
 
     def types(self, name: str, key: str) -> set[str]:
         """The types that the schema allows for an argument; empty: any."""
-        root = self.parameters[name]
-        return _types(_object(root.get("properties")).get(key), root, _MOST_REFERENCES)
+        return self.types_of(name, _object(self.parameters[name].get("properties")).get(key))
+
+    def types_of(self, name: str, schema: Any) -> set[str]:
+        """The types that a schema within that of a tool's arguments allows; empty: any."""
+        return _types(schema, self.parameters[name], _MOST_REFERENCES)
+
+    def resolved(self, name: str, schema: Any) -> dict[str, Any]:
+        """A schema within that of a tool's arguments, without a reference in its place; empty: anything."""
+        for _ in range(_MOST_REFERENCES):
+            if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+                break
+            schema = _referenced(reference, self.parameters[name])
+        return _object(schema)
 
     def typed(self, name: str, key: str, text: str) -> str:
         """An argument that was written without a type, as JSON.
 
         Where the schema allows several types, it is the first that fits and is no string, else a string.
         """
-        types = self.types(name, key)
+        return self.typed_by(self.types(name, key), text)
+
+    def typed_by(self, types: Set[str], text: str) -> str:
+        """A value that was written without a type, as JSON; as `typed`."""
         if types == {"string"}:
             return dumped(text)
         try:
@@ -97,7 +111,7 @@ def _value(text: str) -> Any:
     return text.lower() == "true" if text.lower() in ("true", "false") else literals.parse(text)
 
 
-def _is_one_of(value: Any, types: set[str]) -> bool:
+def _is_one_of(value: Any, types: Set[str]) -> bool:
     names = {name for name in types if isinstance(value, _JSON_TYPES.get(name, ()))}
     return bool(names - {"integer", "number"} if isinstance(value, bool) else names)
 

@@ -1,0 +1,199 @@
+"""Calls whose arguments are elements named after them, which nest as objects and lists do: MiniMax M3's.
+
+Each tag has the model's marker before it, so that text needs no escapes:
+
+    ]<]minimax[>[<tool_call>
+    ]<]minimax[>[<invoke name="f">]<]minimax[>[<sizes>]<]minimax[>[<item>1]<]minimax[>[</item>]<]minimax[>[</sizes>
+    ]<]minimax[>[</invoke>
+    ]<]minimax[>[</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from capibara.inference.calls.forms.form import Form, Marks, read_each
+from capibara.inference.calls.forms.rules import json_of, rules_of_any, text_before
+from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
+from capibara.inference.calls.parsing.tools import Tools, dumped
+
+_MARK = "]<]minimax[>["
+_BEGIN, _END = f"{_MARK}<tool_call>", f"{_MARK}</tool_call>"
+_CALL, _NAME_END, _CALL_END = f'{_MARK}<invoke name="', '">', f"{_MARK}</invoke>"
+_OPEN, _CLOSE = f"{_MARK}<", f"{_MARK}</"
+_ITEM = "item"  # of a list
+_DEEPEST = 16  # elements in each other
+
+
+def _read(text: Text, tools: Tools, _: str) -> Steps[None]:
+    yield from read_each(text, _CALL, _END, lambda: _read_call(text, tools))
+
+
+def _read_call(text: Text, tools: Tools) -> Steps[None]:
+    name = yield from text.head(_NAME_END)
+    text.at += len(_NAME_END)
+    if name not in tools:
+        raise Malformed
+    arguments = _Arguments(tools, name)
+    begun = False
+    while True:
+        yield from text.spaces()
+        if (yield from text.take(_CALL_END)):
+            break
+        key = yield from _read_tag(text)
+        value = yield from _read_value(text, arguments, key, arguments.schema_of(key), 1)
+        if not begun:
+            yield Call(name)
+        yield Arguments(f"{', ' if begun else '{'}{dumped(key)}: {dumped(value)}")
+        begun = True
+    if not begun:
+        yield Call(name)
+    yield Arguments("}" if begun else "{}")
+    yield CallEnd()
+
+
+def _read_tag(text: Text) -> Steps[str]:
+    """Reads an opening tag; its name."""
+    yield from text.expect(_OPEN)
+    name = yield from text.head(">")
+    text.at += 1
+    if not name or name.startswith("/") or "<" in name:
+        raise Malformed
+    return name
+
+
+def _read_value(text: Text, arguments: _Arguments, key: str, schema: Any, depth: int) -> Steps[Any]:
+    """Reads the content of an element and its end."""
+    if depth > _DEEPEST:
+        raise Malformed
+    end, parts = f"{_CLOSE}{key}>", [""]
+    for event in text.until((_MARK,), lambda piece: Arguments(piece)):
+        if isinstance(event, Arguments):
+            parts.append(event.text)
+        else:
+            yield event
+    text.at -= len(_MARK)
+    content = "".join(parts)
+    if (yield from text.take(end)):
+        return arguments.leaf(content, schema)
+    if content.strip():
+        raise Malformed
+    children: list[tuple[str, Any]] = []
+    while not (yield from text.take(end)):
+        name = yield from _read_tag(text)
+        inner = (
+            arguments.items_of(schema)
+            if name == _ITEM and arguments.is_list(schema)
+            else arguments.property(schema, name)
+        )
+        children.append((name, (yield from _read_value(text, arguments, name, inner, depth + 1))))
+        yield from text.spaces()
+    return arguments.joined(children, schema)
+
+
+class _Arguments:
+    """The values of a call's elements by the schema of its tool."""
+
+    def __init__(self, tools: Tools, name: str):
+        self._tools, self._name = tools, name
+        self._root = tools.parameters[name]
+
+    def schema_of(self, key: str) -> Any:
+        """The schema of an argument."""
+        return self.property(self._root, key)
+
+    def property(self, schema: Any, key: str) -> Any:
+        """The schema of an object's property."""
+        schema = self._tools.resolved(self._name, schema)
+        properties = schema.get("properties")
+        rest = schema.get("additionalProperties")
+        return properties[key] if isinstance(properties, Mapping) and key in properties else rest
+
+    def items_of(self, schema: Any) -> Any:
+        """The schema of a list's items."""
+        return self._tools.resolved(self._name, schema).get("items")
+
+    def is_list(self, schema: Any) -> bool:
+        """Whether an element with items is a list: so it is unless its schema names that property."""
+        schema = self._tools.resolved(self._name, schema)
+        properties = schema.get("properties")
+        return not (isinstance(properties, Mapping) and _ITEM in properties)
+
+    def leaf(self, content: str, schema: Any) -> Any:
+        """The value of an element without others in it."""
+        types = self._tools.types_of(self._name, schema)
+        if not content.strip() and types and "string" not in types:
+            for kind, empty in (("array", []), ("object", {}), ("null", None)):
+                if kind in types:
+                    return empty
+        return json.loads(self._tools.typed_by(types, content))
+
+    def joined(self, children: list[tuple[str, Any]], schema: Any) -> Any:
+        """The list or object of elements in an element; those of the same name are a list."""
+        if self.is_list(schema) and all(name == _ITEM for name, _ in children):
+            return [value for _, value in children]
+        values: dict[str, list[Any]] = {}
+        for name, value in children:
+            values.setdefault(name, []).append(value)
+        return {name: each[0] if len(each) == 1 else each for name, each in values.items()}
+
+
+def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
+    """Rules of a grammar: the arguments in the order of the schema, those that are required first."""
+    yield from rules_of_any(tools, parallel, begin=marks(f"{_BEGIN}\n"), between=marks("\n"), end=marks(f"\n{_END}"))
+    yield f"TEXT: {text_before(_MARK)}"
+    for number, name in enumerate(tools.parameters):
+        body = _Elements(tools, name, marks).of_properties(tools.parameters[name], 1)
+        yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {marks(_CALL_END)}"
+
+
+class _Elements:
+    """Expressions of a grammar for the elements of a tool's arguments."""
+
+    def __init__(self, tools: Tools, name: str, marks: Marks):
+        self._tools, self._name, self._marks = tools, name, marks
+        self._arguments = _Arguments(tools, name)
+
+    def of_properties(self, schema: Any, depth: int) -> str:
+        """Of an object's properties."""
+        schema = self._tools.resolved(self._name, schema)
+        properties = schema.get("properties")
+        required = schema.get("required") or []
+        each = properties.items() if isinstance(properties, Mapping) else ()
+        ordered = sorted(each, key=lambda item: item[0] not in required)
+        return " ".join(
+            f"({self._element(key, value, depth)}){'' if key in required else '?'}" for key, value in ordered
+        )
+
+    def _element(self, key: str, schema: Any, depth: int) -> str:
+        return f"{self._marks(f'{_OPEN}{key}>')} {self._content(schema, depth)} {self._marks(f'{_CLOSE}{key}>')}"
+
+    def _content(self, schema: Any, depth: int) -> str:
+        types = self._tools.types_of(self._name, schema)
+        resolved = self._tools.resolved(self._name, schema)
+        if types == {"array"} and depth < _DEEPEST:
+            item = self._element(_ITEM, self._arguments.items_of(resolved), depth + 1)
+            least, most = int(resolved.get("minItems", 0)), resolved.get("maxItems")
+            return f"({item}){{{least},{'' if most is None else int(most)}}}"
+        if types == {"object"} and depth < _DEEPEST:
+            return self.of_properties(resolved, depth + 1)
+        if types and types.isdisjoint({"string", "array", "object"}):
+            return json_of(resolved)
+        choices = resolved.get("enum")
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
+            return f"({' | '.join(map(dumped, choices))})"
+        return "TEXT"
+
+
+FORMS = (
+    Form(
+        name="minimax m3",
+        detect=lambda model: model.mentions(_MARK),
+        begins=(_BEGIN,),
+        read=_read,
+        rules=_rules,
+        tokens=(_MARK,),
+    ),
+)
