@@ -83,11 +83,11 @@ LIMITS = {"class": 200, "function": 60, "file": 700, "folder": 14}
 
 
 @functools.cache
-def read(path: pathlib.Path) -> tuple[dict[str, int], list[int]]:
-    """What the tests below ask of a file of the package, which is parsed once: see sizes_of and packed_calls."""
+def read(path: pathlib.Path) -> tuple[dict[str, int], list[int], list[str]]:
+    """What the tests below ask of a file of the package, which is parsed once: see sizes_of, packed_calls and vague_names."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    return sizes_of(path, text, tree), packed_calls(tree)
+    return sizes_of(path, text, tree), packed_calls(tree), vague_names(tree)
 
 
 def sizes_of(path: pathlib.Path, text: str, tree: ast.AST) -> dict[str, int]:
@@ -153,3 +153,38 @@ def test_no_arguments_are_packed_into_a_tuple_for_a_call():
 def test_packed_arguments_are_found(code):
     assert len(packed_calls(ast.parse(f"def f(a, b):\n    {code}\n"))) == 1
     assert not packed_calls(ast.parse("def f(of):\n    h = ()\n    g(*of, *h)\n"))
+
+
+# What a value was is no name for it: say what it is.
+VAGUE = {
+    "apart", "began", "begun", "beside", "came", "dog", "found", "gone", "kept", "lives", "made", "one", "own", "parting",
+    "said", "told", "took", "what",
+}  # fmt: skip
+
+
+def vague_names(tree: ast.AST) -> list[str]:
+    """The lines and names of variables, parameters, attributes, functions and classes that are called so."""
+    names = []
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            name = node.name
+        if name.strip("_") in VAGUE:
+            names.append(f"{node.lineno} {name}")
+    return names
+
+
+def test_no_name_is_vague():
+    paths = sorted((ROOT / "capibara").rglob("*.py"))
+    assert not [f"{path.relative_to(ROOT)}:{name}" for path in paths for name in read(path)[2]]
+
+
+def test_vague_names_are_seen():
+    code = "class A:\n    own: int\n    def _found(self, told):\n        self.kept = [one for one in told]\n"
+    assert {name.split()[1] for name in vague_names(ast.parse(code))} == {"own", "_found", "told", "kept", "one"}

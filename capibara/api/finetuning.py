@@ -176,8 +176,10 @@ def grpo(
     if isinstance(rewards, Sequence) and not rewards:
         raise UserError("rewards is empty: give functions of (prompt, answer, record), such as [cb.numeric_answer]")
     loss = {"ppo": "Ppo", "online_dpo": "OnlineDpo"}.get(method, "Grpo")
-    apart = {"rollout_devices": rollout_devices or None, "max_staleness": max_staleness}
-    bindings = [f"{loss}.{name} = {value!r}" for name, value in apart.items() if value is not None] + [*bindings]
+    rollout_options = {"rollout_devices": rollout_devices or None, "max_staleness": max_staleness}
+    bindings = [f"{loss}.{name} = {value!r}" for name, value in rollout_options.items() if value is not None] + [
+        *bindings
+    ]
     return finetune(model, prompts, out, method=method, rewards=rewards, steps=steps, bindings=bindings, **options)
 
 
@@ -217,8 +219,8 @@ def _check(method: Method, out: str, lora: Lora | int | None, rewards: Sequence[
     of_trainer = {field.name for field in dataclasses.fields(Trainer)} - {"model_dir", "steps"}
     for name in fields:
         if name not in of_trainer:
-            own = [*inspect.signature(finetune).parameters, *of_trainer]
-            hint = f": did you mean {_ALIASES[name]}?" if name in _ALIASES else did_you_mean(name, own)
+            parameters = [*inspect.signature(finetune).parameters, *of_trainer]
+            hint = f": did you mean {_ALIASES[name]}?" if name in _ALIASES else did_you_mean(name, parameters)
             raise UserError(f"finetune has no option {name!r}{hint}")
     if not isinstance(out, str) or not out.strip():
         raise UserError(f"out is {out!r}, must be the run folder: try out='runs/mine'")

@@ -356,21 +356,21 @@ class _Array:
     def __init__(
         self,
         folder: epath.Path,
-        found: Manifest,
+        manifest: Manifest,
         name: str,
         target: jax.ShapeDtypeStruct,
         check: bool,
         key: Key | None,
     ):
-        self._folder, self._found, self._name, self._check, self._key = folder, found, name, check, key
-        self._target, self._cut = target, layout(folder, found, name)
+        self._folder, self._manifest, self._name, self._check, self._key = folder, manifest, name, check, key
+        self._target, self._cut = target, layout(folder, manifest, name)
         if self._cut.shape != tuple(target.shape):
             raise Corrupted(f"array {name} is of {self._cut.shape}, must be of {tuple(target.shape)}")
         parts = target.sharding.addressable_devices_indices_map(target.shape).values()
         self._parts: dict[Bounds, np.ndarray | None] = dict.fromkeys(_bounds(part, target.shape) for part in parts)
         self.needed = sorted({index for part in self._parts for index in self._cut.touched(part)})
         for part in self._parts:
-            if not (self._cut.compressor is None and found.encryption is None and self._is_chunk(part)):
+            if not (self._cut.compressor is None and manifest.encryption is None and self._is_chunk(part)):
                 self._parts[part] = self._empty([stop - start for start, stop in part])
 
     @functools.cached_property
@@ -381,11 +381,11 @@ class _Array:
     def read(self, index: tuple[int, ...]) -> None:
         """Reads a chunk into all parts that it overlaps."""
         path = f"{folder_of(self._name)}/{name_of(index)}"
-        file = self._found.by_path.get(path)
+        file = self._manifest.by_path.get(path)
         if file is None:
             raise Corrupted(f"{path} (array {self._name}) is gone")
         self._check_bytes(file)
-        content = opened(manifest.contents(self._folder, file, check=self._check), self._found, file, self._key)
+        content = opened(manifest.contents(self._folder, file, check=self._check), self._manifest, file, self._key)
         chunk = self._decoded(content, file)
         if self._check and file.content is not None and content_hash(chunk, self._key) != file.content:
             raise Corrupted(f"{file.describe()} does not hold what was saved")

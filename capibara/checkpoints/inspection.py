@@ -124,8 +124,8 @@ class Inspection:
             return row | {"faults": [str(fault)]}
         named = {path for step in self._steps for path in self._named(step)}
         if result is None:
-            gone = f"{run_manifest.NAME} is gone, which names the run's own files"
-            return row | {"faults": [gone] if named or (run / run_manifest.CONFIG).exists() else []}
+            problem = f"{run_manifest.NAME} is gone, which names the run's own files"
+            return row | {"faults": [problem] if named or (run / run_manifest.CONFIG).exists() else []}
         row["faults"] = run_manifest.faults(run, result)
         row["faults"] += [
             f"{path} is named by a step, not by {run_manifest.NAME}" for path in sorted(named - {*result.entries})
@@ -154,13 +154,13 @@ class Inspection:
         drop = retention.expendable(self._steps, keep=keep, keep_every=keep_every)
         stay = [step for step in self._steps if step not in drop]
         with not_writable_explained(self._folder), self._held(dry_run):
-            gone = retention.prunable(self._folder, stay, drop) if drop else []
-            if gone is None:
+            prunable = retention.prunable(self._folder, stay, drop) if drop else []
+            if prunable is None:
                 raise UserError(
                     f"none of the remaining steps ({', '.join(map(str, stay))}) is intact: nothing is removed; "
                     "capibara convert verify lists their faults"
                 )
-            names = [*map(str, gone), *(self._quarantined if corrupted else ())]  # in the order of removal
+            names = [*map(str, prunable), *(self._quarantined if corrupted else ())]  # in the order of removal
             rows = [self._row(int(name))[0] if name.isdecimal() else {"step": name, "faults": []} for name in names]
             for name in () if dry_run else names:
                 step_folders.remove(self._folder / name)

@@ -56,7 +56,7 @@ class Lease:
         self._folder, self._path, self._stale_after_s = folder, folder / NAME, stale_after_s
         self._store = stores.of(folder)
         self.nonce = secrets.token_hex(8)
-        self._ended, self._said = threading.Event(), False
+        self._ended, self._has_warned = threading.Event(), False
         self._take()
         self._renewing = threading.Thread(target=self._renew, name="capibara-lease", daemon=True)
         self._renewing.start()
@@ -111,8 +111,8 @@ class Lease:
         return True
 
     def _say_once(self, holder: dict[str, Any]) -> None:
-        if not self._said:
-            self._said = True
+        if not self._has_warned:
+            self._has_warned = True
             logging.getLogger(__name__).warning(
                 "%s was being written by process %s on %s: waiting up to %.0f s for a sign of life",
                 self._folder, holder.get("pid"), holder["host"], self._stale_after_s,

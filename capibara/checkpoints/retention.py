@@ -82,10 +82,10 @@ def prune(folder: epath.Path, retained: Sequence[int], dropped: Sequence[int], w
 
     Steps that hold files of kept ones stay. The newest are removed first, so that none ever lacks its base.
     """
-    gone = prunable(folder, retained, dropped, written)
-    for step in gone or ():
+    steps = prunable(folder, retained, dropped, written)
+    for step in steps or ():
         step_folders.remove(folder / str(step))
-    return gone is not None
+    return steps is not None
 
 
 def retain(folder: epath.Path, config: Checkpointing, written: int | None = None) -> None:

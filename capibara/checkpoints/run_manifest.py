@@ -227,7 +227,7 @@ def check(folder: epath.Path) -> None:
 def check_own(folder: epath.Path, *names: str) -> None:
     """Raises UserError if a file or folder of these names is a link out of the run folder."""
     for name in names:
-        outputs.own(folder, name)
+        outputs.path_in(folder, name)
 
 
 def config_text(folder: epath.Path) -> str | None:

@@ -95,6 +95,6 @@ def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerC
     engine = models.engine_of(loaded, batching, length)
     if takes.warm_up:
         with StatusLine() as line:
-            engine.warm_up(lambda at, of: line.show("compiling", f"{at} of {of}") if first else None, beside=True)
+            engine.warm_up(lambda at, of: line.show("compiling", f"{at} of {of}") if first else None, background=True)
     served = Served(engine, vocabulary, talk, length, data.encoder_length, name, sampling, adapters=engine.adapters)
     return served, takes

@@ -10,12 +10,12 @@ Files come first, the command line last, so that `--gin.TRAIN_STEPS=1000` wins o
 from capibara.config.bound import REQUIRED, given_at, is_bound, is_given, macro, scopes, values_of
 from capibara.config.comparison import changes, diff
 from capibara.config.parsing import Recorded, Statement, bind, load_modules, parse, statements_of
-from capibara.config.registry import MODULE, apart, build, configurable, in_scope, is_scope, reset
+from capibara.config.registry import MODULE, build, configurable, in_scope, is_scope, isolated, reset
 from capibara.config.search import ENDINGS, find_file, search_folders
 from capibara.config.used import check_used, imported_modules, operative, origins, unused
 
 __all__ = [
-    "ENDINGS", "MODULE", "REQUIRED", "Recorded", "Statement", "apart", "bind", "build", "changes",
+    "ENDINGS", "MODULE", "REQUIRED", "Recorded", "Statement", "isolated", "bind", "build", "changes",
     "check_used", "configurable", "diff", "find_file", "given_at", "imported_modules",
     "in_scope", "is_bound", "is_given", "is_scope", "load_modules", "macro", "operative", "origins", "parse", "reset",
     "scopes", "search_folders", "statements_of", "unused", "values_of",

@@ -257,16 +257,16 @@ class _Parsing:
     def _is_data(self, target: gin_config.Configurable) -> bool:
         """Whether a recorded configuration may refer to a configurable."""
         module = target.wrapped.__module__
-        own = target.selector in registered and not f"{module}.".startswith(gin_record.NEVER)
-        return own or module.partition(".")[0] != "capibara" and self._is_known(module)
+        is_registered = target.selector in registered and not f"{module}.".startswith(gin_record.NEVER)
+        return is_registered or module.partition(".")[0] != "capibara" and self._is_known(module)
 
     def _is_known(self, module: str) -> bool:
         """Whether a module belongs to capibara, is imported by the user's own Gin files, or is trusted."""
         return any(f"{module}.".startswith(f"{known}.") for known in ("capibara", *self._known, *self.imported))
 
     def file(self, name: str | os.PathLike, where: str = "") -> None:
-        beside = [self._open[-1].parent] if self._open else []
-        path = find_file(name, [self._folders[0], *beside, *self._folders[1:]], where)
+        folders = [self._open[-1].parent] if self._open else []
+        path = find_file(name, [self._folders[0], *folders, *self._folders[1:]], where)
         if path.resolve() in [other.resolve() for other in self._open]:
             chain = " -> ".join(str(other) for other in [*self._open, path])
             raise UserError(f"{where}: files include each other: {chain}")

@@ -156,7 +156,7 @@ def reset() -> None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Context in which other files may be parsed: afterwards the bindings are those of before."""
     parts = (gin_config._CONFIG, gin_config._SINGLETONS, gin_config._OPERATIVE_CONFIG, bound_at)
     before, names = [dict(part) for part in parts], (gin_config._IMPORTS, recorded_at)

@@ -108,9 +108,9 @@ def _places(changed: Sequence[Difference]) -> Iterator[tuple[tuple[str, str], st
             reference, macro = _resolved(gin_config._OPERATIVE_CONFIG[key].get(field))
             made_by = getattr(reference, "configurable", None)
             if made_by is None or made_by.wrapped is not inner:
-                what = f"made by {made_by.name}()" if made_by else "a default"
+                source = f"made by {made_by.name}()" if made_by else "a default"
                 raise UserError(
-                    f"{owner.__name__}.{field} is {what}, so that neither --emulate nor the planner can change it: bind "
+                    f"{owner.__name__}.{field} is {source}, so that neither --emulate nor the planner can change it: bind "
                     f"@{inner.__name__}() and its fields"
                 )
             # Gin makes the value of a macro in a scope of its name.

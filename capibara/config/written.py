@@ -166,9 +166,9 @@ class _Written:
     def parts(self) -> Iterator[list[str]]:
         """The bindings of each object that has any."""
         for instance, _ in self._objects:
-            own, scope = self._selector(type(instance), ""), self.scope(instance)
+            selector, scope = self._selector(type(instance), ""), self.scope(instance)
             lines = [
-                f"{scope}{own}.{name} = {self._literal(value, f'{type(instance).__name__}.{name}')}"
+                f"{scope}{selector}.{name} = {self._literal(value, f'{type(instance).__name__}.{name}')}"
                 for name, value in self._fields(instance)
             ]
             if lines:

@@ -124,11 +124,11 @@ class Privacy:
         scales = jnp.where(jnp.isfinite(norms), jnp.minimum(1.0, self.clip_norm / jnp.maximum(norms, 1e-30)), 0.0)
         keys = jax.tree.unflatten(jax.tree.structure(start), list(jax.random.split(key, len(squares))))
 
-        def mean(begun: jax.Array, update: jax.Array, own: jax.Array) -> jax.Array:
+        def mean(start: jax.Array, update: jax.Array, local: jax.Array) -> jax.Array:
             weights = scales.reshape(-1, *[1] * (update.ndim - 1))
             total = jnp.sum(jnp.where(weights > 0, update * weights, 0.0), axis=0)
-            noise = self.noise_multiplier * self.clip_norm * normal(own, begun.shape)
-            return (begun.astype(jnp.float32) + (total + noise) / nodes).astype(begun.dtype)
+            noise = self.noise_multiplier * self.clip_norm * normal(local, start.shape)
+            return (start.astype(jnp.float32) + (total + noise) / nodes).astype(start.dtype)
 
         return jax.tree.map(mean, start, updates, keys)
 

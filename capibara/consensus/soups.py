@@ -50,8 +50,8 @@ def weighted(models: Iterable[Params], weights: Sequence[float]) -> Params:
     for count, model in enumerate(models, 1):
         leaves, structure = jax.tree.flatten(model)
         if count <= len(weights):
-            own = np.float32(weights[count - 1])
-            total = _mapped(lambda x, sum_: own * x if sum_ is None else sum_ + own * x, leaves, total)
+            factor = np.float32(weights[count - 1])
+            total = _mapped(lambda x, sum_: factor * x if sum_ is None else sum_ + factor * x, leaves, total)
     if count != len(weights) or not count:
         raise UserError(f"weights has {len(weights)} numbers, there are {count} models: set one for each")
     return jax.tree.unflatten(structure, total)

@@ -42,7 +42,7 @@ class StopRequest:
 
     def agreed(self, step: int) -> int | None:
         """The signal because of which to stop after `step`, or None; the same on every host, and for all later steps."""
-        return self._found(step, self._agree_every)
+        return self._agreed_signal(step, self._agree_every)
 
     def check(self, done: int, every: int = 1) -> None:
         """Raises if the run is to stop; call it before each part of long work, on every host.
@@ -54,10 +54,10 @@ class StopRequest:
         Raises:
           Interrupted: the run is to stop.
         """
-        if self._found(done, every) is not None:
+        if self._agreed_signal(done, every) is not None:
             raise Interrupted
 
-    def _found(self, count: int, every: int) -> int | None:
+    def _agreed_signal(self, count: int, every: int) -> int | None:
         if jax.process_count() == 1:
             return self.signal_number
         if self._agreed is not None or count % every:

@@ -78,9 +78,9 @@ def evaluate(
     results: dict[str, Any] = {}
     with Predictions(predictions, subject.about) as reported:
         for task in tasks:
-            began = time.perf_counter()
+            begin_s = time.perf_counter()
             for name, result in _of(subject, task, limit, reported, show).items():
-                results[name] = result | {"seconds": round(time.perf_counter() - began, 3)}
+                results[name] = result | {"seconds": round(time.perf_counter() - begin_s, 3)}
     return subject.about | {
         "tasks": results,
         "versions": {"capibara": __version__} | {p: v for p in _PACKAGES if (v := extras.version(p)) is not None},
@@ -154,8 +154,8 @@ def _measured(ours: Ours, results: list) -> tuple[dict[str, tuple[float, float |
     return {metric: (entry.value, entry.standard_error) for metric, entry in result.items()}, about
 
 
-def _result(found: dict[str, Estimate], **how: object) -> dict[str, Any]:
-    values = {name: {"value": item.value, "standard_error": item.standard_error} for name, item in found.items()}
+def _result(estimates: dict[str, Estimate], **how: object) -> dict[str, Any]:
+    values = {name: {"value": item.value, "standard_error": item.standard_error} for name, item in estimates.items()}
     return {"metrics": values, **how}
 
 

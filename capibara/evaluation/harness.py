@@ -162,13 +162,13 @@ class CapibaraLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generates texts by `sampling_of`; a repeated request gets another seed."""
         arguments = [request.args for request in requests]
-        came: collections.Counter = collections.Counter()
+        counts: collections.Counter = collections.Counter()
         samplings = []
         for request, (context, kwargs) in zip(requests, arguments):
             same = (context, repr(kwargs))
             with _named(request):
-                samplings.append(self._sampling(kwargs, seed=came[same]))
-            came[same] += 1
+                samplings.append(self._sampling(kwargs, seed=counts[same]))
+            counts[same] += 1
         self._tell_default([request for request in requests if _limit_in(request.args[1]) is None])
         texts: list[str] = []
         cut: list[Any] = []

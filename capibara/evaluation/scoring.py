@@ -221,10 +221,10 @@ def _score(model: Model, params: Params, batch: Batch) -> _Scored:
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
 
-    def apart(x: jax.Array) -> jax.Array:
+    def in_blocks(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(B, blocks, T // blocks, *x.shape[2:]), 1, 0)
 
-    result, hits = jax.lax.map(of_block, (apart(hidden_BTD), apart(jnp.asarray(batch["targets"]))))
+    result, hits = jax.lax.map(of_block, (in_blocks(hidden_BTD), in_blocks(jnp.asarray(batch["targets"]))))
     result, hits = (jnp.moveaxis(x, 0, 1).reshape(B, T) for x in (result, hits))
     weights = jnp.asarray(batch["weights"])
     sums = jnp.sum(jnp.where(weights > 0, result, 0.0), axis=1)

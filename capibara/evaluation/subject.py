@@ -94,13 +94,13 @@ class Subject:
         )  # fmt: skip
 
     @property
-    def apart(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether each process works on its share of the items on its own chips; otherwise all work together."""
         return self._layout is not None
 
     def in_turns(self, things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:
         """Yields the results of `make` for all things in order; splits the work by `hosts.in_turns` if `apart`."""
-        return hosts.in_turns(things, make, every) if self.apart else make(things)
+        return hosts.in_turns(things, make, every) if self.is_distributed else make(things)
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
@@ -113,7 +113,7 @@ class Subject:
         check_generates(self.model)
         dataset, each = self.trainer.dataset, hosts.gathered(own_chips.free_bytes())
         free = None if None in each else min(each)
-        return own_chips.found(
+        return own_chips.layout_of(
             self.model, self._serving, Where.AUTO, self._batching, dataset.length, dataset.encoder_length, free
         )
 

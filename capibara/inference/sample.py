@@ -100,14 +100,14 @@ def sampler(
     if texts.prompts:
         check_generates(model)
 
-    def made(params: Params) -> Iterator[tuple[str, str]]:
+    def texts_of(params: Params) -> Iterator[tuple[str, str]]:
         if not texts.prompts:
             return
         each = gathered(own_chips.free_bytes())
         known = [item for item in each if item is not None]
         free = min(known) if len(known) == len(each) else None
         batching = of_one_slot(EngineConfig())
-        layout = own_chips.found(model, ServingMesh(), Where.AUTO, batching, length, encoder_length, free)
+        layout = own_chips.layout_of(model, ServingMesh(), Where.AUTO, batching, length, encoder_length, free)
         params = params if layout is None else OwnChips(model, layout, rules)(params)
         sampled_model = model if layout is None else model.plain
         generator = Generator(sampled_model, get_vocabulary(), length, texts.sampling, encoder_length)
@@ -116,7 +116,7 @@ def sampler(
             makes = layout is None or jax.process_index() == 0
             yield prompt, begin + generator(params, prompt) if makes else ""
 
-    return made
+    return texts_of
 
 
 def of_one_slot(config: EngineConfig) -> EngineConfig:

@@ -48,9 +48,9 @@ def measure(
     together(engine.slots)  # compiles
     readings = []
     for _ in range(_READINGS):
-        began = time.monotonic()
+        begin_s = time.monotonic()
         next(iter(stream := engine.submit(prompt(), sampling, adapter=adapter)), None)
-        readings.append(time.monotonic() - began)
+        readings.append(time.monotonic() - begin_s)
         stream.cancel()
         stream.result()
     [alone] = together(1)
@@ -62,8 +62,8 @@ def measure(
         "decode_tokens_per_s": 1 / between if (between := _between_tokens(alone)) else 0.0,
     }
     times = [piece.at_s for completion in everyone for piece in completion.pieces]
-    began = max(completion.pieces[0].at_s for completion in everyone if completion.pieces)
-    result["decode_tokens_per_s_all_slots"] = sum(at > began for at in times) / max(max(times) - began, 1e-9)
+    begin_s = max(completion.pieces[0].at_s for completion in everyone if completion.pieces)
+    result["decode_tokens_per_s_all_slots"] = sum(at > begin_s for at in times) / max(max(times) - begin_s, 1e-9)
     for name, values in (("first_token_ms", first_ms), ("between_tokens_ms", between_ms)):
         for percent in (50, 90, 99):
             result[f"{name}_p{percent}"] = float(np.percentile(values, percent)) if values else 0.0

@@ -149,16 +149,16 @@ def of_run(
             )
         model = api.without_streaming(model)
     vocabulary, length, about = dataset.get_vocabulary(), dataset.length, dict(origin or {})
-    began = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
+    written = hf_config.kept_by_run(about.pop(hf_folder.CONFIG, b"{}"))
     ids: dict[str, Any] = {f"{name}_token_id": getattr(vocabulary, f"{name}_id") for name in _SPECIAL}
     if isinstance(model.config, api.EncoderDecoderConfig):
         ids["decoder_start_token_id"] = start_id(vocabulary)  # the decoder's first token in training and generation
     # The special token ids are the tokenizer's, unless the run was trained with another tokenizer.
-    ends = tokenizer_files.ids_of(began.get("eos_token_id"), hf_folder.CONFIG)
-    adds_start = bool(began) and (not trained or vocabulary.eos_id in ends)
-    like = dict(began) if adds_start else began | ids
-    if not began or "max_position_embeddings" in began:
-        like |= {"max_position_embeddings": model.config.max_length or began.get("max_position_embeddings") or length}
+    ends = tokenizer_files.ids_of(written.get("eos_token_id"), hf_folder.CONFIG)
+    adds_start = bool(written) and (not trained or vocabulary.eos_id in ends)
+    like = dict(written) if adds_start else written | ids
+    if not written or "max_position_embeddings" in written:
+        like |= {"max_position_embeddings": model.config.max_length or written.get("max_position_embeddings") or length}
     if model.config.mtp_windows and not _has_form(model.config, like):
         _log_without_mtp("no Hugging Face architecture has this model with them")
         model = api.without_mtp(model)
@@ -166,10 +166,10 @@ def of_run(
         params = {name: params[name] for name in model.abstract_params}
     config = hf_config.to_hf(model.config, like)
     tokenizer = _tokenizer(vocabulary, length, config["model_type"])
-    if trained and began:
-        about = model_card.of_fine_tuned(about, began)
+    if trained and written:
+        about = model_card.of_fine_tuned(about, written)
     stored = {name: short for short, name in _FLOATS.items()}.get(
-        str(began.get("dtype") or began.get("torch_dtype")), "bf16"
+        str(written.get("dtype") or written.get("torch_dtype")), "bf16"
     )
     return OurModel(model, params, config, tokenizer, about, vocabulary, stored)
 
@@ -283,11 +283,11 @@ def _of_sum(
     show: Show,
 ) -> str:
     """`convert` for a sum of adapters."""
-    with tempfile.TemporaryDirectory() as beside:
+    with tempfile.TemporaryDirectory() as scratch:
         folders = []
         for number, folder in enumerate(of.folders):
             if not adapters.is_adapter(folder):
-                run, written = _run(folder, reader), os.path.join(beside, str(number))
+                run, written = _run(folder, reader), os.path.join(scratch, str(number))
                 if run is None:
                     raise UserError(f"{folder} is neither an adapter of PEFT nor a run with adapters: leave it out")
                 adapters.write_run(run, written, base)
@@ -297,7 +297,7 @@ def _of_sum(
         if form == "peft":
             _check_unquantized(how)
             return peft_sums.write(target, of, base)
-        peft_sums.write(summed := os.path.join(beside, "sum"), of, base)
+        peft_sums.write(summed := os.path.join(scratch, "sum"), of, base)
         return _of_adapter(summed, target, form, dtype, base, reader, how, show)
 
 
@@ -355,9 +355,9 @@ def described(path: str, base: str | None, reader: ModelReader) -> ForeignModel 
     if adapters.is_adapter(path):
         of = described(adapters.base_of(path, base), None, reader)
         model = of.model if isinstance(of, OurModel) else api.build(hf_config.from_hf(of.config))
-        beside = tokenizer_files.over(of.tokenizer, path)
+        files = tokenizer_files.over(of.tokenizer, path)
         about = model_card.of_fine_tuned(of.about, of.config)
-        return OurModel(model, model.abstract_params, dict(of.config), beside, about, stored=stored(of))
+        return OurModel(model, model.abstract_params, dict(of.config), files, about, stored=stored(of))
     if reader.is_run(path) and not t5x_read.is_t5x(path):
         return _as_model(reader.described(path))
     return _foreign(path, reader)
@@ -385,8 +385,8 @@ def check_target(target: str, form: str, dtype: str | None) -> None:
         raise UserError(f"--to={target} is the current folder: name a new one")
     outputs.check_writable(target if form in _FILES else os.path.join(target, hf_folder.CONFIG))
     if form in ("capibara", *_ADAPTERS) and dtype not in (None, "f32"):
-        what = "a run folder" if form == "capibara" else "an adapter"
-        raise UserError(f"--dtype={dtype} is for {', '.join(_STORED)}: {what} is stored in f32")
+        form_name = "a run folder" if form == "capibara" else "an adapter"
+        raise UserError(f"--dtype={dtype} is for {', '.join(_STORED)}: {form_name} is stored in f32")
     if form != "gguf" and dtype not in (None, *_FLOATS, *([_MXFP4] if form == "hf" else [])):
         raise UserError(f"--dtype={dtype} is for gguf, must be one of {', '.join(_FLOATS)} for {form}")
 
@@ -511,8 +511,8 @@ def write(
         if form == token_classification.FORMAT:
             shapes, config = token_classification.shapes_of(shapes), token_classification.config_of(config)
             tensors = token_classification.tensors_of(tensors)
-        beside, torch_file = source.tokenizer | source.about, form == "pytorch"
-        hf_folder.save_hf(target, config, shapes, tensors, beside, dtype=computed, state_dict=torch_file, exact=exact)
+        files, torch_file = source.tokenizer | source.about, form == "pytorch"
+        hf_folder.save_hf(target, config, shapes, tensors, files, dtype=computed, state_dict=torch_file, exact=exact)
     return f"{target}: {config['model_type']}, {len(shapes)} tensors in {dtype}"
 
 
@@ -636,10 +636,10 @@ def _as_run(source: ForeignModel | OurModel, target: str, save: Callable[[str, P
         for name, content in source.tokenizer.items():
             with open(os.path.join(unfinished, name), "wb") as file:
                 file.write(content)
-        own = {
+        files = {
             os.path.abspath(os.path.join(target, name)): name for name in (".", *source.tokenizer)
         }  # it may be moved
-        outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(own, indent=1) + "\n")
+        outputs.replace(os.path.join(unfinished, tokenizer_files.PATHS), json.dumps(files, indent=1) + "\n")
         os.mkdir(own_folder := os.path.join(unfinished, tokenizer_files.ORIGIN))
         for name, content in open_model.origin_of(source).items():
             with open(os.path.join(own_folder, name), "wb") as file:
@@ -666,8 +666,10 @@ def stored(source: ForeignModel | OurModel) -> str:
 def _tokenizer(vocabulary: Vocabulary, length: int, model_type: str) -> dict[str, bytes]:
     """The files of a run's tokenizer, including those beside it."""
     if isinstance(vocabulary, SentencePieceVocabulary):
-        beside = tokenizer_files.carried(os.path.dirname(vocabulary.file))
-        files = {name: content for name, content in beside.items() if name not in tokenizer_files.SENTENCEPIECE_FILES}
+        carried_files = tokenizer_files.carried(os.path.dirname(vocabulary.file))
+        files = {
+            name: content for name, content in carried_files.items() if name not in tokenizer_files.SENTENCEPIECE_FILES
+        }
         return files | {_SENTENCEPIECE.get(model_type, "tokenizer.model"): limits.read(vocabulary.file)}
     if not isinstance(vocabulary, TokenizerJsonVocabulary):
         return vocabulary.own_files().files

@@ -258,18 +258,18 @@ def write_run(run: LoadedModel, target: str, base: str | None, *, fused_experts:
 def _base(run: LoadedModel, base: str | None) -> tuple[str | None, dict[str, Any]]:
     """Path or name of a run's base, None if unknown; and its config.json."""
     origin, training = run.origin, run.training
-    began = None if training is None else training.init_from
+    initial = None if training is None else training.init_from
     if run.model.config.lora is None:
         raise UserError("--format=peft and gguf_lora are for runs with adapters, and this one has none: use hf")
-    if base is None and began is not None and is_adapter(began):
+    if base is None and initial is not None and is_adapter(initial):
         if training is not None and training.init_with == "merged":
             raise UserError(
-                f"the run's base has the adapter {began} merged: write that, capibara convert --from={began} --to=NEW, and "
+                f"the run's base has the adapter {initial} merged: write that, capibara convert --from={initial} --to=NEW, and "
                 "name it with --base=NEW"
             )
-        base = base_of(began, None)
-    if base is None and began is not None and os.path.exists(os.path.join(began, hf_folder.CONFIG)):
-        base = began
+        base = base_of(initial, None)
+    if base is None and initial is not None and os.path.exists(os.path.join(initial, hf_folder.CONFIG)):
+        base = initial
     if base is not None and os.path.exists(base):  # else a name on the Hub
         base = os.path.abspath(base)
     # Names are those of the base's architecture: it may be another's with other tensors, such as Phi 3 and Llama.
@@ -277,5 +277,5 @@ def _base(run: LoadedModel, base: str | None) -> tuple[str | None, dict[str, Any
         like = hf_folder.config_of(base)
     else:
         like = limits.parse_json(origin.get(hf_folder.CONFIG, b"{}"), unlimited=True)
-    base = base or model_card.name_of(model_card.facts(origin.get(model_card.CARD, b"")), like) or began
+    base = base or model_card.name_of(model_card.facts(origin.get(model_card.CARD, b"")), like) or initial
     return base, hf_config.to_hf(run.model.plain.config, like)

@@ -162,7 +162,7 @@ class _Signals(Signals):
     def _on(self, number: int, _: object) -> None:
         self.number = self.number or number
         self.interrupts += number == signal.SIGINT
-        self._came.set()
+        self._received.set()
 
     def _on_ctrl_z(self, *_: object) -> None:
         for worker in self.workers:

@@ -44,7 +44,7 @@ class Adapters:
                 raise UserError(f"Adapters.paths has two adapters {name!r}: use different names")
 
 
-def beside(
+def attached(
     loaded: LoadedModel,
     adapters: Adapters,
     checkpointing: Checkpointing,
@@ -113,7 +113,7 @@ def _tell_own_tokenizer(name: str, path: str, loaded: LoadedModel) -> None:
     vocabulary, copies = loaded.tokenizer, files.carried(path)
     base: dict[str, bytes] = {}
     if isinstance(vocabulary, TokenizerJsonVocabulary):
-        base = files.beside(vocabulary.path)
+        base = files.contents(vocabulary.path)
     elif isinstance(vocabulary, SentencePieceVocabulary):
         base = files.carried(files.folder_of(vocabulary.path))
     template, different = _template(copies), ""

@@ -358,8 +358,8 @@ class Model:
         """The axes of `whole_params`."""
         return self._whole(self.axes, lambda plain: plain.axes)
 
-    def _whole(self, own: Params, of: Callable[[Model], Params]) -> Params:
-        return own if self.config.lora is None else tree.joined(self.trained(own), of(self.plain))
+    def _whole(self, trained: Params, of: Callable[[Model], Params]) -> Params:
+        return trained if self.config.lora is None else tree.joined(self.trained(trained), of(self.plain))
 
     def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
         """Model FLOPs per trained token in a row of `length`; see `flops.flops_per_token`."""
@@ -392,7 +392,7 @@ def with_head(model: Model, head: Head) -> Model:
 def build(config: TransformerConfig) -> Model:
     """Builds the model of a configuration. Computes nothing and places nothing on a device."""
     make = module_of(config)
-    own = user_modules.own_class(make)
+    user_class = user_modules.own_class(make)
     of_plain = nnx.split(nnx.eval_shape(lambda: make(config, nnx.Rngs(0))))
     graphdef, template = of_plain if config.lora is None else _adapted_template(make, config)
 
@@ -416,7 +416,7 @@ def build(config: TransformerConfig) -> Model:
     ) -> tuple[jax.Array, Stats]:
         with lora.at_step(step):
             result = bind(params)(batch, remat if isinstance(remat, RematPolicy) else RematPolicy(remat), step)
-        return result if own is None else _checked_hidden(result, own, config.embed_dim)
+        return result if user_class is None else _checked_hidden(result, user_class, config.embed_dim)
 
     def encode(params: Params, batch: Batch) -> jax.Array:
         module = bind(params)
@@ -426,7 +426,9 @@ def build(config: TransformerConfig) -> Model:
     def head(params: Params) -> jax.Array:
         # The layers of `serving` do not fit the template; the head does not need them.
         result = bind({name: value for name, value in params.items() if name not in ("layers", "decoder")}).head()
-        return result if own is None else _checked_head(result, own, (config.vocab_size, config.embed_dim))
+        return (
+            result if user_class is None else _checked_head(result, user_class, (config.vocab_size, config.embed_dim))
+        )
 
     alike = not config.module_layers and config.streaming is None and config.block_sizes is None
     begin, layer = _layerwise(bind) if getattr(make, "layerwise", False) and alike else (None, None)
@@ -464,23 +466,23 @@ def _axes(template: nnx.State, make: Callable[..., ModelModule]) -> Params:
     return jax.tree.map(lambda n: n.names, nnx.to_pure_dict(result), is_leaf=lambda x: isinstance(x, _Names))
 
 
-def _checked_hidden(found: object, own: str, D: int) -> tuple[jax.Array, Stats]:
+def _checked_hidden(output: object, class_name: str, D: int) -> tuple[jax.Array, Stats]:
     """What a model of the user's has returned; raises UserError if it is no hidden states and statistics."""
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict):
-        shape = jnp.shape(found[0])
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], dict):
+        shape = jnp.shape(output[0])
         if len(shape) == 3 and shape[-1] == D:
-            return found
-    shapes = jax.tree.map(jnp.shape, found)
+            return output
+    shapes = jax.tree.map(jnp.shape, output)
     raise UserError(
-        f"{own}.__call__ returned {short(shapes)} (shapes), must return two: hidden states [B, T, {D}], and a dict of the "
+        f"{class_name}.__call__ returned {short(shapes)} (shapes), must return two: hidden states [B, T, {D}], and a dict of the "
         "layers' statistics"
     )
 
 
-def _checked_head(found: jax.Array, own: str, shape: tuple[int, int]) -> jax.Array:
-    if jnp.shape(found) != shape:
-        raise UserError(f"{own}.head returned the shape {jnp.shape(found)}, must return {shape} [V, D]")
-    return found
+def _checked_head(output: jax.Array, class_name: str, shape: tuple[int, int]) -> jax.Array:
+    if jnp.shape(output) != shape:
+        raise UserError(f"{class_name}.head returned the shape {jnp.shape(output)}, must return {shape} [V, D]")
+    return output
 
 
 def _generating(bind: Callable[[Params], ModelModule], layers: tree.LayersOf) -> tuple[Read, EmptyCache]:

@@ -61,8 +61,8 @@ def flops_per_token(
     per_key = config.num_heads * (config.head_size + config.value_size)
     if isinstance(config, EncoderConfig) and config.disentangled is not None:
         keys += config.depth * config.disentangled.rows * config.disentangled.terms.number / 2  # one product, not two
-    own, encoder = 2 * (weights + per_key * keys) + recurrent, 2 * (of_encoder + per_key * encoder_keys)
-    return float(_TRAINED * (own + encoder * (encoder_length or 0) / length))
+    decoder, encoder = 2 * (weights + per_key * keys) + recurrent, 2 * (of_encoder + per_key * encoder_keys)
+    return float(_TRAINED * (decoder + encoder * (encoder_length or 0) / length))
 
 
 def _weights_per_token(

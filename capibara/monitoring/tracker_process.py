@@ -79,16 +79,16 @@ def _feed(model_dir: str, bindings: Sequence[str], finish_s: float, answers: IO[
 
 def _listen(end: Callable[[], None]) -> threading.Event:
     """Waits in a thread for the end of the run, and calls `end`; the event is set when the run's process is gone."""
-    gone = threading.Event()
+    closed = threading.Event()
 
     def listen() -> None:
         if sys.stdin.readline():
             end()
             sys.stdin.readline()
-        gone.set()
+        closed.set()
 
     threading.Thread(target=listen, daemon=True).start()
-    return gone
+    return closed
 
 
 def run() -> None:

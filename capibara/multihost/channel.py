@@ -149,8 +149,8 @@ class Leader:
         peers.record_fault(fault)
         return fault
 
-    def _end(self, fault: Fault, gone: int) -> None:
-        self._send_last({"code": fault.code, "gone": fault.line}, self._lines.keys() - {gone})
+    def _end(self, fault: Fault, process: int) -> None:
+        self._send_last({"code": fault.code, "gone": fault.line}, self._lines.keys() - {process})
         _end_if_nobody_does(fault, self.on_gone(fault))
 
     def _send_last(self, message: Message, to: Iterable[int]) -> None:

@@ -62,7 +62,7 @@ class Decisions:
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
-    def made(self, step: int, action: str) -> None:
+    def record(self, step: int, action: str) -> None:
         """Records an action that this process takes between `step` and the next one."""
         with self._changed:
             self._last.append(Decision(step, action))

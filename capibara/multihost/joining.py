@@ -88,7 +88,7 @@ def join(
     if member is None or member.num_processes == 1:
         return
     mine = roll_call.Process(member.process_id, member.num_processes, {**_versions(), **facts})
-    came = roll_call.call(mine, member.address, joining.timeout_s)
+    processes = roll_call.call(mine, member.address, joining.timeout_s)
     jax.distributed.initialize(
         coordinator_address=member.address,
         num_processes=member.num_processes,
@@ -100,19 +100,19 @@ def join(
     )
     peers.listen()
     if jax.process_index() == 0:
-        tell(_joined(came, jax.devices()))
+        tell(_joined(processes, jax.devices()))
 
 
-def _joined(came: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:
+def _joined(processes: Sequence[roll_call.Process], devices: Sequence[jax.Device]) -> str:
     """A line with the numbers of processes, hosts, chips and slices."""
-    hosts = len({item.host for item in came})
+    hosts = len({item.host for item in processes})
     # A chip of v2, v3, v4 or v5p may have two devices (cores), with the same coordinates.
     chips = {(getattr(device, "slice_index", 0), *getattr(device, "coords", (device.id,))) for device in devices}
     slices = len({chip[0] for chip in chips})
     there = f"{len(devices)} devices"
     if devices[0].platform == "tpu":
         there = f"{len(chips)} chips in {slices} slice{'s' * (slices > 1)}"
-    return f"joined {len(came)} processes on {hosts} host{'s' * (hosts > 1)}: {there}"
+    return f"joined {len(processes)} processes on {hosts} host{'s' * (hosts > 1)}: {there}"
 
 
 def _versions() -> dict[str, str]:

@@ -108,8 +108,14 @@ class _Caller:
     def __init__(
         self, process: Process, listening: socket.socket, timeout_s: float, end_s: float, say: Callable[[str], None]
     ) -> None:
-        self._own, self._listening, self._timeout_s, self._end_s, self._say = process, listening, timeout_s, end_s, say
-        self._came: dict[int, Process] = {0: process}
+        self._process, self._listening, self._timeout_s, self._end_s, self._say = (
+            process,
+            listening,
+            timeout_s,
+            end_s,
+            say,
+        )
+        self._present: dict[int, Process] = {0: process}
         self._heard: dict[socket.socket, bytes] = {}  # incomplete messages
         self._waiting: dict[int, socket.socket] = {}  # processes whose message is complete, by index
         self._twice = ""
@@ -125,7 +131,7 @@ class _Caller:
                 self._linger(refused)
                 raise refused.kind(str(refused)) from None
             self._tell_all({"go": True})
-            return [self._came[index] for index in sorted(self._came)]
+            return [self._present[index] for index in sorted(self._present)]
         finally:
             for item in [*self._heard, *self._waiting.values()]:
                 item.close()
@@ -133,14 +139,14 @@ class _Caller:
 
     def _gather(self) -> None:
         said_s = time.monotonic()
-        while len(self._came) < self._own.count:
+        while len(self._present) < self._process.count:
             now_s = time.monotonic()
             if now_s >= self._end_s:
                 raise _Refused(TryAgain, self._who_is_missing())
             if now_s - said_s >= _SAY_S:
                 said_s = now_s
                 self._say(
-                    f"waiting for {self._missing()}: {len(self._came)} of {self._own.count} processes have connected"
+                    f"waiting for {self._missing()}: {len(self._present)} of {self._process.count} processes have connected"
                 )
             for key, _ in self._selector.select(min(self._end_s - now_s, 1.0)):
                 item = key.fileobj
@@ -175,7 +181,7 @@ class _Caller:
     def _forget(self, connection: socket.socket) -> None:
         for index, waiting in list(self._waiting.items()):
             if waiting is connection:
-                del self._waiting[index], self._came[index]
+                del self._waiting[index], self._present[index]
         self._drop(connection)
 
     def _drop(self, connection: socket.socket) -> None:
@@ -187,32 +193,32 @@ class _Caller:
         if other is None:  # not a process of a run, such as a port scanner
             self._drop(connection)
             return
-        if other.count != self._own.count or not 0 < other.index < other.count:
+        if other.count != self._process.count or not 0 < other.index < other.count:
             self._waiting[-1] = connection  # so that it gets the reason with the others
             raise _Refused(
                 UserError,
-                f"{other} says that there are {other.count} processes, and {self._own} that there are "
-                f"{self._own.count}: start all with the same number, and each with its own index below it",
+                f"{other} says that there are {other.count} processes, and {self._process} that there are "
+                f"{self._process.count}: start all with the same number, and each with its own index below it",
             )
-        if other.index in self._came:
-            self._twice = f"; {other} has the index of {self._came[other.index]}: give one of them another index"
-            why = f"{self._came[other.index]} has joined already: give {other} an index of its own"
+        if other.index in self._present:
+            self._twice = f"; {other} has the index of {self._present[other.index]}: give one of them another index"
+            why = f"{self._present[other.index]} has joined already: give {other} an index of its own"
             _tell(connection, {"refused": UserError.__name__, "why": why})
             self._drop(connection)
             return
-        self._came[other.index], self._waiting[other.index] = other, connection
-        if differs := difference(self._own, other):
+        self._present[other.index], self._waiting[other.index] = other, connection
+        if differs := difference(self._process, other):
             raise _Refused(UserError, differs)
 
     def _missing(self) -> str:
-        missing = [str(index) for index in range(self._own.count) if index not in self._came]
+        missing = [str(index) for index in range(self._process.count) if index not in self._present]
         more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
         return f"process{'es' * (len(missing) > 1)} {', '.join(missing[:16])}{more}"
 
     def _who_is_missing(self) -> str:
-        came = ", ".join(f"{p.index} on {p.host}" for p in itertools.islice(self._came.values(), 16))
+        present = ", ".join(f"{p.index} on {p.host}" for p in itertools.islice(self._present.values(), 16))
         return (
-            f"{self._missing()} of {self._own.count} did not connect within {self._timeout_s:g} s (connected: {came})"
+            f"{self._missing()} of {self._process.count} did not connect within {self._timeout_s:g} s (connected: {present})"
             f"{self._twice}: start the command on every host"
         )
 
@@ -223,7 +229,7 @@ class _Caller:
     def _linger(self, refused: _Refused) -> None:
         """Tells processes that connect late why the run does not begin."""
         end_s = time.monotonic() + _LINGER_S
-        while len(self._waiting) < self._own.count - 1 and (left_s := end_s - time.monotonic()) > 0:
+        while len(self._waiting) < self._process.count - 1 and (left_s := end_s - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
                 if key.fileobj is self._listening:
                     with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._came = threading.Event()
+        self._received = threading.Event()
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> Self:
@@ -35,7 +35,7 @@ class Signals:
 
     def wait(self, seconds: float) -> bool:
         """Waits up to so many seconds; returns whether a signal has arrived."""
-        return self._came.wait(seconds)
+        return self._received.wait(seconds)
 
     def pause(self, seconds: float) -> None:
         """Waits so many seconds.
@@ -52,4 +52,4 @@ class Signals:
         if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.number = self.number or number
-        self._came.set()
+        self._received.set()

@@ -43,7 +43,7 @@ class Reporter:
     check: Check
     progress: Callable[[str], None]
     status: Callable[[str], None]
-    took: Callable[[str, float], None]
+    timed: Callable[[str, float], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,7 +89,7 @@ class ReferenceTables(BatchProvider):
                         _write(path, key, table)
                 self._tables[split] = table
         finally:
-            run.reporter.took("reference", time.perf_counter() - begin_s)
+            run.reporter.timed("reference", time.perf_counter() - begin_s)
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:
         run = self._run

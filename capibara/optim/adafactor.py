@@ -137,7 +137,7 @@ class Parts:
 
     rows: Dims
     columns: Dims
-    own: Dims
+    dims: Dims
 
 
 @jax.tree_util.register_dataclass
@@ -253,7 +253,7 @@ class Rule:
         def update(updates: optax.Updates, params: Params | None) -> optax.Updates:
             leaves, structure = jax.tree.flatten(updates)
             values = leaves if params is None else jax.tree.leaves(params)
-            owns = (parts.own for parts in self.parts(updates))
+            owns = (parts.dims for parts in self.parts(updates))
             named = zip(leaves, values, owns, tree.path_names(updates), strict=True)
             return jax.tree.unflatten(structure, [fn(*each) for each in named])
 

@@ -125,8 +125,8 @@ class Optimizer(StandardOptimizer):
 
         Without momentum their order, and so the structure of the state, is that of older checkpoints.
         """
-        own, old = self.adafactor, self.adafactor.factoring is Factoring.DIMENSIONS
-        rule = adafactor.Rule(own, axes, min_size=self.factored_min_size, parameter_scale=self.parameter_scale)
+        settings, old = self.adafactor, self.adafactor.factoring is Factoring.DIMENSIONS
+        rule = adafactor.Rule(settings, axes, min_size=self.factored_min_size, parameter_scale=self.parameter_scale)
         parts = [rule.scale_by_factored_rms(), rule.clip_by_rms()]
         if rule.scales_by_parameters:
             parts.append(rule.scale_by_parameter_rms())
@@ -140,8 +140,8 @@ class Optimizer(StandardOptimizer):
             parts += [learn, *averaged, adafactor.decay(share, decay_mask(axes))]
         else:
             parts += [*averaged, learn] if old else [learn, *averaged]
-        if own.decays:
-            parts.append(adafactor.decay(lambda step: own.decay_of(schedule(step)), None))
+        if settings.decays:
+            parts.append(adafactor.decay(lambda step: settings.decay_of(schedule(step)), None))
         return parts
 
 
@@ -201,11 +201,11 @@ def _muon(axes: PyTree, momentum: float, eps: float, nesterov: bool, rms: float)
     def scale(updates: optax.Updates, params: Params | None) -> optax.Updates:
         del params
 
-        def one(update: jax.Array, matrix: optax.contrib.MuonDimensionNumbers) -> jax.Array:
+        def scaled(update: jax.Array, matrix: optax.contrib.MuonDimensionNumbers) -> jax.Array:
             sizes = [math.prod(update.shape[i] for i in dims) for dims in matrix]
             return rms * math.sqrt(max(sizes)) * update
 
-        return jax.tree.map(one, updates, numbers)
+        return jax.tree.map(scaled, updates, numbers)
 
     return optax.chain(
         optax.contrib.scale_by_muon(beta=momentum, eps=eps, nesterov=nesterov, weight_dimension_numbers=numbers),

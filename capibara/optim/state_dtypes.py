@@ -158,7 +158,7 @@ def _encode(
 ) -> PyTree:
     leaves, structure = jax.tree_util.tree_flatten_with_path(state)
 
-    def one(index: int, path: Path, leaf: jax.Array) -> jax.Array | Blocks:
+    def encode_leaf(index: int, path: Path, leaf: jax.Array) -> jax.Array | Blocks:
         owner = parameter_path(path, weights)
         if owner is None or leaf.shape != shapes[owner]:
             return leaf
@@ -171,16 +171,16 @@ def _encode(
         second_moment = any(getattr(key, "name", None) == "nu" for key in path)
         return quantize(leaf, dim, seed, signed=not second_moment)
 
-    return jax.tree.unflatten(structure, [one(index, *item) for index, item in enumerate(leaves)])
+    return jax.tree.unflatten(structure, [encode_leaf(index, *item) for index, item in enumerate(leaves)])
 
 
 def _decode(state: PyTree) -> PyTree:
-    def one(leaf: jax.Array | Blocks) -> jax.Array:
+    def decode_leaf(leaf: jax.Array | Blocks) -> jax.Array:
         if isinstance(leaf, Blocks):
             return dequantize(leaf)
         return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
-    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, Blocks))
+    return jax.tree.map(decode_leaf, state, is_leaf=lambda x: isinstance(x, Blocks))
 
 
 def _divisor(scales: jax.Array, dim: int) -> jax.Array:

@@ -249,11 +249,11 @@ class Side:
                 value = asyncio.run(value)
             answered = self._answered(value, args, before)
         except StopIteration as error:
-            answered = ["stop"] if op == "next" else self._told(RuntimeError(f"StopIteration: {error.value}"))
+            answered = ["stop"] if op == "next" else self._described(RuntimeError(f"StopIteration: {error.value}"))
         except wire.Broken:
             raise
         except Exception as error:
-            answered = self._told(error)
+            answered = self._described(error)
         wire.write_message(self._channel, answered)
 
     def _answered(self, value: object, args: tuple[object, ...], before: list[str]) -> list[wire.Json]:
@@ -266,7 +266,7 @@ class Side:
                 return ["ok", ["argument", number], changed]
         return ["ok", wire.encode(value, self.refer), changed]
 
-    def _told(self, error: Exception) -> list[wire.Json]:
+    def _described(self, error: Exception) -> list[wire.Json]:
         kind: type = type(error)
         mine = None if getattr(builtins, kind.__name__, None) is kind or self.careful else self.refer(kind)
         base = next(item for item in kind.__mro__ if item.__module__ == "builtins")

@@ -39,10 +39,10 @@ _RMID = 0  # of ipc.h
 _Libc = ctypes.CDLL | types.SimpleNamespace
 
 
-def _beside(name: str) -> types.ModuleType:
+def _load_neighbour(name: str) -> types.ModuleType:
     """Loads a module next to this file, whose folder must not be on sys.path: programs could import from it."""
-    folder, own = os.path.split(os.path.abspath(__file__))
-    path = os.path.join(folder, own.replace("jail", name))
+    folder, name_here = os.path.split(os.path.abspath(__file__))
+    path = os.path.join(folder, name_here.replace("jail", name))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -50,7 +50,7 @@ def _beside(name: str) -> types.ModuleType:
     return module
 
 
-wire, dialogue, parting, private_root = map(_beside, ("wire", "dialogue", "parting", "private_root"))
+wire, dialogue, program_text, private_root = map(_load_neighbour, ("wire", "dialogue", "program_text", "private_root"))
 
 
 class Options:
@@ -195,7 +195,7 @@ def _run_program(libc: _Libc, options: Options, folder: str, uid: int | None) ->
     except SystemExit as ended:
         print(f"SystemExit: {ended.code}", file=sys.stderr)  # also for code 0: the program did not run to its end
     except BaseException as error:
-        os.write(2, _said(error).encode("utf-8", "replace") + b"\n")
+        os.write(2, _error_line(error).encode("utf-8", "replace") + b"\n")
     finally:
         try:
             sys.stderr.flush()
@@ -235,17 +235,17 @@ def _run_tests(libc: _Libc, options: Options, channel: socket.socket, say: int, 
     try:
         if "text" in job:
             job = dict.fromkeys(("setup", "prompt", "entry"), "") | dict(
-                zip(("code", "tests"), parting.parted(job["text"]))
+                zip(("code", "tests"), program_text.split(job["text"]))
             )
         dialogue.judge(channel, job, lambda why: tell(passed=False, reason=why))
         tell(passed=True, reason="")
     except SystemExit as ended:
         tell(passed=False, reason=f"SystemExit: {ended.code}")
     except BaseException as error:
-        tell(passed=False, reason=_said(error))
+        tell(passed=False, reason=_error_line(error))
 
 
-def _said(error: BaseException) -> str:
+def _error_line(error: BaseException) -> str:
     """An error in one line, even if there is no memory for a traceback."""
     message = "".join(str(error).split("\n")[:1])[:300]
     return f"{type(error).__name__}: {message}".rstrip(": ")
@@ -257,17 +257,23 @@ def _said(error: BaseException) -> str:
 def _confine(libc: _Libc, options: Options, run: Callable[[Confined], None], root: str) -> None:
     """Runs in the outer process: enters new namespaces as far as permitted, and starts the keeper. Does not return."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    apart = _unshare(libc) if options.namespaces else 0
-    keeper = _fork(lambda: _keep(libc, options, run, apart, os.path.join(options.folder, root)))
+    flags = _unshare(libc) if options.namespaces else 0
+    keeper = _fork(lambda: _keep(libc, options, run, flags, os.path.join(options.folder, root)))
     os.closerange(3, 256)
     os._exit(_code(os.waitpid(keeper, 0)[1]))
 
 
 def _unshare(libc: _Libc) -> int:
     """Enters new namespaces as far as permitted; returns their flags."""
-    apart = _NEWNET | _NEWPID | _NEWIPC
+    namespaces = _NEWNET | _NEWPID | _NEWIPC
     uid, gid = os.getuid(), os.getgid()  # of before: a new user namespace has no names for them
-    for flags in (apart | _NEWNS, apart, _NEWUSER | apart | _NEWNS, _NEWUSER | apart, _NEWUSER | _NEWNET):
+    for flags in (
+        namespaces | _NEWNS,
+        namespaces,
+        _NEWUSER | namespaces | _NEWNS,
+        _NEWUSER | namespaces,
+        _NEWUSER | _NEWNET,
+    ):
         if libc.unshare(flags) == 0:
             if flags & _NEWUSER:
                 _keep_ids(uid, gid)
@@ -282,16 +288,16 @@ def _keep_ids(uid: int, gid: int) -> None:
             file.write(text)
 
 
-def _keep(libc: _Libc, options: Options, run: Callable[[Confined], None], apart: int, root: str) -> None:
+def _keep(libc: _Libc, options: Options, run: Callable[[Confined], None], flags: int, root: str) -> None:
     """Runs in the keeper: starts the program or tests, reaps orphans, and ends with it."""
     libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     files = False
-    if apart & _NEWNS:
+    if flags & _NEWNS:
         with contextlib.suppress(OSError):
             os.mkdir(root)
             private_root.enter(libc, root, options.shown, options.disk_bytes)
             files = True
-    runner = _fork(lambda: run(Confined(network=bool(apart & _NEWNET), files=files)))
+    runner = _fork(lambda: run(Confined(network=bool(flags & _NEWNET), files=files)))
     os.closerange(3, 256)
     while True:
         pid, status = os.wait()

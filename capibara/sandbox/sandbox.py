@@ -42,10 +42,10 @@ from collections.abc import Sequence
 
 from capibara.config import configurable
 from capibara.core.types import UserError
-from capibara.sandbox import parting, private_root, wire
+from capibara.sandbox import private_root, program_text, wire
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_SCRIPTS = ("jail", "wire", "dialogue", "parting", "private_root")
+_SCRIPTS = ("jail", "wire", "dialogue", "program_text", "private_root")
 _holders: dict[Sandbox, Outcome] = {}
 _SPARE_S = 10.0  # additional time for the supervisor to end by itself
 _SHOWN = 300
@@ -177,8 +177,8 @@ def holder(limits: Sandbox = Sandbox()) -> Outcome:
 
 
 def parted(text: str) -> Program:
-    """Splits a text that ends with its tests into a Program (see `parting`)."""
-    code, tests = parting.parted(text)
+    """Splits a text that ends with its tests into a Program (see `program_text`)."""
+    code, tests = program_text.split(text)
     return Program(code=code, tests=tests)
 
 

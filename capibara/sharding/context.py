@@ -24,7 +24,7 @@ class _Active:
     mesh: Mesh
     rules: Rules
     pipeline: Pipeline | None
-    apart: tuple[str, ...] = (NODE_AXIS,)
+    independent: tuple[str, ...] = (NODE_AXIS,)
 
 
 _current: contextvars.ContextVar[_Active | None] = contextvars.ContextVar("active", default=None)
@@ -32,15 +32,15 @@ _current: contextvars.ContextVar[_Active | None] = contextvars.ContextVar("activ
 
 @contextlib.contextmanager
 def activate(
-    mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None, apart: Sequence[str] = (NODE_AXIS,)
+    mesh: Mesh, rules: Rules, pipeline: Pipeline | None = None, independent: Sequence[str] = (NODE_AXIS,)
 ) -> Iterator[None]:
     """A context, for trace time, in which `constrain` uses this mesh and layers run in this pipeline.
 
     Args:
       mesh, rules, pipeline: what they use.
-      apart: the axes whose positions each run a program of their own, inside a shard_map over them.
+      independent: the axes whose positions each run a program of their own, inside a shard_map over them.
     """
-    token = _current.set(_Active(mesh, rules, pipeline, tuple(apart)))
+    token = _current.set(_Active(mesh, rules, pipeline, tuple(independent)))
     try:
         yield
     finally:
@@ -50,14 +50,14 @@ def activate(
 def active() -> tuple[ActiveMesh, Rules] | None:
     """The mesh and rules of the `activate` context; None outside it and on a single device.
 
-    In the program of one of several nodes, or of rows apart, the mesh's axis of these is manual already: then the mesh is
+    In the program of one of several nodes, or of rows independent, the mesh's axis of these is manual already: then the mesh is
     the abstract one that shard_map and shardings take there.
     """
     current = _current.get()
     if current is None or current.mesh.size == 1:
         return None
     inside = jax.sharding.get_abstract_mesh()
-    if not set(current.apart) <= set(inside.manual_axes):
+    if not set(current.independent) <= set(inside.manual_axes):
         return current.mesh, of_all_nodes(current.mesh, current.rules)
     return None if len(inside.manual_axes) == len(inside.axis_names) else (inside, current.rules)
 

@@ -25,12 +25,12 @@ def batch_axes(sizes: Mapping[str, int], rules: Rules) -> tuple[str, ...]:
     return (NODE_AXIS, *rules.batch) if NODE_AXIS in sizes else rules.batch
 
 
-def manual_axes(mesh: Mesh, apart: Sequence[str] = (NODE_AXIS,)) -> set[str]:
-    """The axes that are manual where each position of the axes `apart` runs a program of its own: these, or all.
+def manual_axes(mesh: Mesh, independent: Sequence[str] = (NODE_AXIS,)) -> set[str]:
+    """The axes that are manual where each position of the axes `independent` runs a program of its own: these, or all.
 
     They are all if such a program has a single device: kernels cannot be partitioned, not even over automatic axes of one.
     """
-    return set(apart) if mesh.size > math.prod(mesh.shape[axis] for axis in apart) else set(mesh.axis_names)
+    return set(independent) if mesh.size > math.prod(mesh.shape[axis] for axis in independent) else set(mesh.axis_names)
 
 
 def of_all_nodes(mesh: Mesh, rules: Rules) -> Rules:

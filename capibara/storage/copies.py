@@ -117,8 +117,8 @@ def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = 
     os.makedirs(folder, exist_ok=True)
     with _locked(f"{folder}.lock"):
         record = _record(folder)
-        if there is not None and (gone := [name for name in record if name not in there]):
-            for name in gone:
+        if there is not None and (absent := [name for name in record if name not in there]):
+            for name in absent:
                 with contextlib.suppress(OSError):
                     os.unlink(limits.inside(folder, name, url))
             record = {name: about for name, about in record.items() if name in there}

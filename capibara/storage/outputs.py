@@ -98,7 +98,7 @@ def read(path: str, most: int = limits.SMALL_BYTES) -> str | None:
         raise UserError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start}): copy it again") from None
 
 
-def own(folder: str | os.PathLike[str], name: str) -> str:
+def path_in(folder: str | os.PathLike[str], name: str) -> str:
     """The path of a file in a folder that may come from anyone; in a bucket there are no links.
 
     Raises:
@@ -110,7 +110,7 @@ def own(folder: str | os.PathLike[str], name: str) -> str:
 
 def read_own(folder: str | os.PathLike[str], name: str, most: int = limits.SMALL_BYTES) -> str | None:
     """`read` of a file in a folder that may come from anyone; raises as that and `own`."""
-    return read(own(folder, name), most)
+    return read(path_in(folder, name), most)
 
 
 def replace(path: str, content: str | bytes) -> None:
@@ -135,7 +135,7 @@ def replacing(path: str) -> Iterator[str]:
     """
     _remove_left(path)
     with contextlib.ExitStack() as stack:
-        partial = _made(path, stack)
+        partial = _locked(path, stack)
         try:
             yield partial
             os.replace(partial, path)
@@ -145,7 +145,7 @@ def replacing(path: str) -> Iterator[str]:
             raise
 
 
-def _made(path: str, stack: contextlib.ExitStack) -> str:
+def _locked(path: str, stack: contextlib.ExitStack) -> str:
     """A file beside the path, locked by this process until the stack is left; nobody takes it for a killed writer's."""
     while True:
         partial = f"{path}.{_host()}{secrets.token_hex(4)}.partial"

@@ -32,7 +32,7 @@ def whole(folder: str) -> Iterator[str]:
     """
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise UserError(f"{folder} must be a new folder: it is there already, name another or remove it")
-    with outputs.unwritable_told(folder), beside(folder) as partial:
+    with outputs.unwritable_told(folder), scratch(folder) as partial:
         os.mkdir(partial)
         yield partial
         for above, _, names in os.walk(partial):
@@ -45,7 +45,7 @@ def whole(folder: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def beside(path: str) -> Iterator[str]:
+def scratch(path: str) -> Iterator[str]:
     """An unused name on the same disk as an output path; whatever has this name at the end is removed.
 
     So are the partial outputs of killed writers of this path.

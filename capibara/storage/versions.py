@@ -75,7 +75,7 @@ class GoogleVersions:
             done = files.call("POST", where, data=data, headers=headers, json_out=True, **options)
             return str(done["generation"])
         except FileExistsError:  # gcsfs raises it for status 412
-            return _own(self, path, data)
+            return _written_version(self, path, data)
 
     def remove(self, path: epath.Path, expected: str) -> None:
         files, bucket, key = _split(path)
@@ -119,7 +119,7 @@ class S3Versions:
         except OSError as error:
             if not (_is_refused(error) or expected and isinstance(error, FileNotFoundError)):
                 raise
-            return _own(self, path, data)
+            return _written_version(self, path, data)
 
     def remove(self, path: epath.Path, expected: str) -> None:
         files, bucket, key = _split(path)
@@ -132,7 +132,7 @@ class S3Versions:
                 raise
 
 
-def _own(versions: Versions, path: epath.Path, data: bytes) -> str:
+def _written_version(versions: Versions, path: epath.Path, data: bytes) -> str:
     """The version of a file after a refused write: ours, if the write had succeeded and only its answer was lost.
 
     Raises:

@@ -157,7 +157,7 @@ class Answerer:
         self._generator.use(copied)
 
     def answers(
-        self, split: str, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], what: str
+        self, split: str, prompts: Sequence[Prompt], samplings: Callable[[int], list[Sampling]], topic: str
     ) -> list[list[Answer]]:
         """The answers to each prompt, the same on all processes.
 
@@ -173,14 +173,14 @@ class Answerer:
         for prompt in prompts:
             check_record(self._grpo.rewards, self._documents[split], prompt.number)
         if self._grpo.environment is not None:
-            return self._dialogues(self._grpo.environment, split, prompts, samplings, what)
+            return self._dialogues(self._grpo.environment, split, prompts, samplings, topic)
         if self._readings is not None:
-            finished = self._read(self._readings, split, prompts, samplings, what)
+            finished = self._read(self._readings, split, prompts, samplings, topic)
         else:
-            streams = self._generator.streams(prompts, samplings, what)
+            streams = self._generator.streams(prompts, samplings, topic)
             finished = {row: [Finished(stream.result()) for stream in each] for row, each in streams.items()}
         count = sum(len(samplings(prompt.row)) for prompt in prompts)
-        return self._judged_by_turns(split, prompts, finished, f"{what}: {{}} of {count} rewards")
+        return self._judged_by_turns(split, prompts, finished, f"{topic}: {{}} of {count} rewards")
 
     @functools.cached_property
     def _readings(self) -> Readings | None:
@@ -193,7 +193,7 @@ class Answerer:
         split: str,
         prompts: Sequence[Prompt],
         samplings: Callable[[int], list[Sampling]],
-        what: str,
+        topic: str,
     ) -> dict[int, list[Finished]]:
         """The answers about the documents of this process's prompts, with their conversations."""
         documents, opened = self._documents[split], dict[int, list[Reading]]()
@@ -204,7 +204,7 @@ class Answerer:
                 opened[row] = readings.open(documents.record(number), documents.where(number), samplings(row))
 
         hosts.each(open_all)
-        answers = iter(self._generator.read([reading for each in opened.values() for reading in each], what))
+        answers = iter(self._generator.read([reading for each in opened.values() for reading in each], topic))
         return {row: [Finished(next(answers), reading) for reading in each] for row, each in opened.items()}
 
     def _judged_by_turns(
@@ -229,7 +229,7 @@ class Answerer:
         split: str,
         prompts: Sequence[Prompt],
         samplings: Callable[[int], list[Sampling]],
-        what: str,
+        topic: str,
     ) -> list[list[Answer]]:
         """As `answers`, of one process, where the model speaks with an environment."""
         documents, openings = self._documents[split], []
@@ -239,7 +239,7 @@ class Answerer:
             for sampling in samplings(prompt.row):
                 openings.append(Opening(prompt, conversation, episode_of(environment, record), sampling))
         talk, dialect = self._generator.chat, self._dialect
-        generate = functools.partial(self._generator.streams, what=what, dialect=dialect)
+        generate = functools.partial(self._generator.streams, topic=topic, dialect=dialect)
         answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
         dialogues = Dialogues(environment, talk, dialect, generate).held(openings)
         with self._reward_sum.threads() as pool:

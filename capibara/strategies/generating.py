@@ -79,7 +79,7 @@ class Generator:
     def copied(self, params: Params) -> Params:
         """Parameters for `use`: in the compute dtype on the engine's chips, if it has its own; all processes call it."""
         jax.block_until_ready(params)
-        return params if self._own is None else self._own(params)
+        return params if self._chips is None else self._chips(params)
 
     def use(self, copied: Params) -> None:
         """Loads parameters from `copied` into the engine."""
@@ -88,16 +88,16 @@ class Generator:
             return
         options, dataset, rules = self._options, self._run.dataset, self._run.plan.rules
         vocabulary = dataset.get_vocabulary()
-        if self._own is None:
+        if self._chips is None:
             self._engine = Engine(self._model, copied, vocabulary, dataset.length, options.engine, rules=rules)
         else:
             self._engine = Engine(self._model.plain, copied, vocabulary, dataset.length, options.engine)
 
     @functools.cached_property
-    def _own(self) -> OwnChips | None:
+    def _chips(self) -> OwnChips | None:
         """Copies to the engine's own chips; None: it uses those of all processes."""
         options, rules = self._options, self._run.plan.rules
-        layout = own_chips.found(
+        layout = own_chips.layout_of(
             self._model,
             options.mesh,
             Where.OWN if self._devices else options.where,
@@ -124,7 +124,7 @@ class Generator:
         self,
         prompts: Sequence[Prompt],
         samplings: Callable[[int], list[Sampling]],
-        what: str,
+        topic: str,
         dialect: Dialect = Dialect(),
     ) -> dict[int, list[Stream]]:
         """Finished answers to each prompt by its row, at least of this process's share (`hosts.share`); all processes call it.
@@ -143,7 +143,7 @@ class Generator:
         for row, _, ids in self.share(prompts):
             streams[row] = [self._loaded.submit(ids, item, ends=ends, spelled=spelled) for item in samplings(row)]
         try:
-            self._finish(what, sum(len(samplings(prompt.row)) for prompt in prompts))
+            self._finish(topic, sum(len(samplings(prompt.row)) for prompt in prompts))
         except Interrupted:  # the engine may be used again
             for stream in itertools.chain.from_iterable(streams.values()):
                 stream.cancel()
@@ -152,31 +152,31 @@ class Generator:
 
     def share(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """The prompts that this process answers: all where all processes generate together."""
-        return prompts if self._own is None else hosts.share(prompts)
+        return prompts if self._chips is None else hosts.share(prompts)
 
-    def read(self, readings: Sequence[Reading], what: str) -> list[Completion]:
+    def read(self, readings: Sequence[Reading], topic: str) -> list[Completion]:
         """The answers about this process's documents, which it reads to their ends; all processes call it."""
         answers: dict[int, Completion] = {}
         left, number = [*range(len(readings))], 1
         while any(hosts.each(lambda: bool(left))):
             open_readings = [readings[i] for i in left]
             streams = [self._loaded.submit(item.prompt, item.sampling, ends=item.ends) for item in open_readings]
-            self._finish(f"{what}, conversation {number}", len(left))
+            self._finish(f"{topic}, conversation {number}", len(left))
             for i, reading, stream in zip(left, open_readings, streams):
                 if (answer := reading.add(stream.result())) is not None:
                     answers[i] = answer
             left, number = [i for i in left if i not in answers], number + 1
         return [answers[i] for i in range(len(readings))]
 
-    def _finish(self, what: str, count: int) -> None:
+    def _finish(self, topic: str, count: int) -> None:
         """Generates until the engines of all processes have finished."""
         for turn in itertools.count():
             self._run.reporter.check(turn)
             result = hosts.each(self._worked)
             if not any(busy for busy, _ in result):
                 return
-            left = result[0][1] if self._own is None else sum(item for _, item in result)
-            self._run.reporter.progress(f"{what}: {count - left} of {count} answers")
+            left = result[0][1] if self._chips is None else sum(item for _, item in result)
+            self._run.reporter.progress(f"{topic}: {count - left} of {count} answers")
 
     def _worked(self) -> tuple[bool, int]:
         """Runs this process's engine; returns whether it had work, and the number of unfinished answers."""

@@ -69,14 +69,14 @@ class RolloutLoss(Loss):
 
         `importance_cap`: the loss's bound of importance weights; None: it has none.
         """
-        name, apart, staleness = type(self).__name__, self.rollout_devices, self.max_staleness
-        if apart < 0:
+        name, devices, staleness = type(self).__name__, self.rollout_devices, self.max_staleness
+        if devices < 0:
             raise UserError(
-                f"{name}.rollout_devices is {apart}, must be at least 0 (0: the devices that train draw, too)"
+                f"{name}.rollout_devices is {devices}, must be at least 0 (0: the devices that train draw, too)"
             )
         if staleness is not None and staleness < 0:
             raise UserError(f"{name}.max_staleness is {staleness}, must be at least 0, or None: the steps of a rollout")
-        if not apart:
+        if not devices:
             return
         if self.staleness_bound % self.steps_of_rollout:
             fix = -(-self.staleness_bound // self.steps_of_rollout) * self.steps_of_rollout
@@ -86,7 +86,7 @@ class RolloutLoss(Loss):
             )
         if self.where is Where.ALL:
             raise UserError(
-                f"{name}.where is 'all', and {name}.rollout_devices is {apart}, which draw alone: leave {name}.where out"
+                f"{name}.where is 'all', and {name}.rollout_devices is {devices}, which draw alone: leave {name}.where out"
             )
         if self.staleness_bound and importance_cap is None:
             raise UserError(
@@ -95,24 +95,24 @@ class RolloutLoss(Loss):
             )
 
     def training_devices(self, count: int) -> int:
-        name, apart = type(self).__name__, self.rollout_devices
-        if not apart:
+        name, devices = type(self).__name__, self.rollout_devices
+        if not devices:
             return count
         if jax.process_count() > 1:
             raise UserError(
-                f"{name}.rollout_devices is {apart}, and the run has {jax.process_count()} processes: drawing beside training "
+                f"{name}.rollout_devices is {devices}, and the run has {jax.process_count()} processes: drawing beside training "
                 f"is for one process, set {name}.rollout_devices = 0"
             )
-        if apart >= count:
+        if devices >= count:
             fix = f"try {count // 2}" if count > 1 else f"set {name}.rollout_devices = 0"
-            raise UserError(f"{name}.rollout_devices is {apart}, must be below the {count} devices of the run: {fix}")
+            raise UserError(f"{name}.rollout_devices is {devices}, must be below the {count} devices of the run: {fix}")
         used = (self.mesh.tensor or 1) * (self.mesh.data or 1)
-        if apart % used:
+        if devices % used:
             raise UserError(
-                f"ServingMesh.tensor x ServingMesh.data ({used}) must divide {name}.rollout_devices ({apart}): try "
-                f"{math.gcd(used, apart)}"
+                f"ServingMesh.tensor x ServingMesh.data ({used}) must divide {name}.rollout_devices ({devices}): try "
+                f"{math.gcd(used, devices)}"
             )
-        return count - apart
+        return count - devices
 
     def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
         """The engine with its copy of the parameters, on devices that train."""

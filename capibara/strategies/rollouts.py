@@ -85,7 +85,7 @@ class Rollouts(BatchProvider):
         self._rows: dict[str, np.ndarray] = {}  # rows of its answers; empty: no rollout yet
         self._reference: Params | None = None  # trained parameters of the reference
         self._weights: str | None = None
-        self._told: list[dict[str, float]] = []
+        self._reported: list[dict[str, float]] = []
         self._kl = grpo.kl  # its current coefficient
         drawn_from = grpo.drawn_from(run.model, run.dataset)
         self._log_p = make_log_probabilities(run.model, run.plan, run.mesh, **drawn_from)
@@ -117,7 +117,7 @@ class Rollouts(BatchProvider):
                 "restore them, or set another MODEL_DIR for a new run"
             )
         self._reference = run.model.trained(first)
-        run.reporter.took("reference", time.perf_counter() - begin_s)
+        run.reporter.timed("reference", time.perf_counter() - begin_s)
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"weights": self._weights}
@@ -139,7 +139,7 @@ class Rollouts(BatchProvider):
             self._rows = self._rolled_out(step, params)
         self._step, size = step, self._run.plan.batch_size
         first = (step - 1) % self._grpo.steps_of_rollout % self._grpo.mini_batches * size
-        rows = {name: self._own(value[first : first + size]) for name, value in self._rows.items()}
+        rows = {name: self._local_rows(value[first : first + size]) for name, value in self._rows.items()}
         return sharding.global_batch(self._run.batch_sharding, rows)
 
     def evaluate(self, params: Params) -> dict[str, float]:
@@ -157,7 +157,7 @@ class Rollouts(BatchProvider):
         return {"loss": -totals["reward"], **totals, "answers": float(len(answers))}
 
     def metrics(self) -> dict[str, float]:
-        totals, self._told = self._told, []
+        totals, self._reported = self._reported, []
         means = {name: sum(item[name] for item in totals) / len(totals) for name in (totals[0] if totals else ())}
         return means | self._drawer.metrics()
 
@@ -187,7 +187,7 @@ class Rollouts(BatchProvider):
             divergence = float((rows["old"] - rows["reference"]).sum())
             totals |= {"kl": divergence / max(rows["weights"].sum(), 1.0), "kl_coefficient": self._kl}
             self._kl = grpo.next_kl(self._kl, divergence / len(answers), len(answers))
-        self._told.append(totals)
+        self._reported.append(totals)
         return {name: value for name, value in rows.items() if name in self._names}
 
     @functools.cached_property
@@ -233,12 +233,12 @@ class Rollouts(BatchProvider):
         result = np.zeros((2, *rows["weights"].shape), np.float32)
         for part in range(parts):
             self._run.reporter.check(part)
-            batch = {name: self._own(rows[name][part::parts]) for name in names}
+            batch = {name: self._local_rows(rows[name][part::parts]) for name in names}
             result[:, part::parts] = self._log_p(params, sharding.global_batch(self._run.batch_sharding, batch))
         log_p, values = np.where(rows["weights"] > 0, result, np.float32(0))
         return log_p, values
 
-    def _own(self, rows: np.ndarray) -> np.ndarray:
+    def _local_rows(self, rows: np.ndarray) -> np.ndarray:
         """This process's part of all rows."""
         index, count = self._share
         return rows[index * len(rows) // count : (index + 1) * len(rows) // count]

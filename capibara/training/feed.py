@@ -158,8 +158,8 @@ def each_task(trainer: Trainer) -> dict[str, Trainer]:
     names = tasks.parts(tasks.get(name, dataset.task_module), "validation")
     if len(names) < 2:
         return {"": trainer}
-    apart = (dataclasses.replace(dataset, mixture_or_task_name=name) for name in names)
-    return {name: dataclasses.replace(trainer, dataset=item) for name, item in zip(names, apart, strict=True)}
+    datasets = (dataclasses.replace(dataset, mixture_or_task_name=name) for name in names)
+    return {name: dataclasses.replace(trainer, dataset=item) for name, item in zip(names, datasets, strict=True)}
 
 
 def validation_batches(trainer: Trainer) -> int | None:

@@ -186,8 +186,10 @@ def load_params(trainer: Trainer, model: Model, mesh: Mesh, read: Read | None) -
     plain, target = model.plain, _plain_target(trainer, model, mesh)
     if isinstance(read, Adapted):
         adapted = model if read.merged is None else api.build(dataclasses.replace(plain.config, lora=read.merged))
-        beside = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
-        values = read.adapters(states.with_shardings(adapted.trained(adapted.abstract_params), adapted.trained(beside)))
+        shardings = sharding.shardings(mesh, trainer.plan.rules, adapted.axes, adapted.abstract_params)
+        values = read.adapters(
+            states.with_shardings(adapted.trained(adapted.abstract_params), adapted.trained(shardings))
+        )
         params = tree.joined(values, read(target))
         return params if read.merged is None else run_folder.merger(adapted, target)(params)
     if read is not None:

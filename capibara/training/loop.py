@@ -73,16 +73,16 @@ def train(
         stack.enter_context(disk_full_explained(trainer.model_dir))
         stack.callback(callbacks.close)
         stack.enter_context(out_of_memory_explained(trainer.plan, "the run"))
-        dog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
+        watchdog = stack.enter_context(Watchdog(trainer.watch, trainer.log_every))
         run, initial = set_up(
             trainer, status=callbacks.on_status, compiler_options=compiler_options, config=config, load=load
         )
         stack.enter_context(out_of_memory_explained(trainer.plan, "the run", program=run.train_step))
         stop = stack.enter_context(StopRequest(agree_every=trainer.log_every))
         stack.enter_context(run)
-        stack.callback(dog.ending)
+        stack.callback(watchdog.ending)
         spent, begins, reason = dict(run.spent), initial.step, None
-        reporter = _reporter(stop, dog, callbacks, spent)
+        reporter = _reporter(stop, watchdog, callbacks, spent)
         provider, constants = assembly.batch_provider(run, reporter), run.hooks.constants(run.mesh)
         data = stack.enter_context(BatchFeed(run.batches, run.batch_sharding, provider, trainer.batch_spec, constants))
         evaluator = assembly.evaluator(run, reporter, data.provider, callbacks, sampler, judge)
@@ -104,13 +104,13 @@ def train(
         profiler = stack.enter_context(Profiler(trainer.profile, trainer.model_dir, run.hooks.last_step))
         profiler.announce(begins + 1, callbacks.on_status)
         meter = Meter(trainer.plan.batch_size * trainer.dataset.length, trainer.training_loss.means)
-        observers = Observers(callbacks, evaluator, stop, dog, decisions, meter, profiler)
+        observers = Observers(callbacks, evaluator, stop, watchdog, decisions, meter, profiler)
         return _Loop(run, data, observers).train(start)
 
 
-def _reporter(stop: StopRequest, dog: Watchdog, callbacks: Callback, spent: dict[str, float]) -> Reporter:
+def _reporter(stop: StopRequest, watchdog: Watchdog, callbacks: Callback, spent: dict[str, float]) -> Reporter:
     def check(done: int, every: int = 1) -> None:
-        dog.advance()
+        watchdog.advance()
         stop.check(done, every)
 
     return Reporter(check, callbacks.on_progress, callbacks.on_status, spent.__setitem__)
@@ -177,7 +177,7 @@ class _Loop:
                     start = self._roll_back(step, spike, state)
                     state, step = start.state, start.step
                     first_step = saved = step
-            self.observers.dog.beat(step)
+            self.observers.watchdog.beat(step)
 
     def _adopt(self, step: int, state: TrainState, is_first: bool) -> tuple[TrainState, int]:
         """The state from which the run goes on: with another model, if the training method has one."""
@@ -199,7 +199,7 @@ class _Loop:
 
     def _evaluate(self, step: int, state: TrainState) -> float | None:
         """Evaluates and returns the loss; None if the run must stop before that."""
-        self.observers.decisions.made(step, "evaluate")
+        self.observers.decisions.record(step, "evaluate")
         with self.observers.long_work("evaluate", "the evaluation", "evaluation_s"):
             score = self.observers.evaluator.evaluate(step, state.eval_params)
         if score is not None:
@@ -214,7 +214,7 @@ class _Loop:
         score: float | None,
         owes_evaluation: bool,
     ) -> None:
-        self.observers.decisions.made(step, "save")
+        self.observers.decisions.record(step, "save")
         with self.observers.long_work("save", "the save", "save_s"):
             self.run.recovery.save(step, state, self.data, metrics, score, owes_evaluation)
             self.observers.callbacks.on_checkpoint(step)
@@ -241,7 +241,7 @@ class _Loop:
 
     def _roll_back(self, step: int, spike: int, state: TrainState) -> Start:
         """Rolls back after a loss spike and calls the callbacks."""
-        self.observers.decisions.made(step, "roll back")
+        self.observers.decisions.record(step, "roll back")
         with self.observers.long_work("roll_back", "rolling back", "save_s"):
             self.data.close()
             start = self.run.recovery.roll_back(spike, state)
@@ -252,8 +252,8 @@ class _Loop:
     def _ended(self, step: int, signal_number: int | None) -> Outcome:
         """Waits for the last save, calls the callbacks, and returns the outcome."""
         meter, callbacks, hooks = self.observers.meter, self.observers.callbacks, self.run.hooks
-        self.observers.decisions.made(step, "end")
-        self.observers.dog.ending()
+        self.observers.decisions.record(step, "end")
+        self.observers.watchdog.ending()
         with meter.paused("save"):
             self.run.checkpoints.wait()
         stopped = self.run.recovery.early.stop

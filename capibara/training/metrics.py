@@ -39,9 +39,9 @@ class Meter:
     def paused(self, name: str) -> Iterator[None]:
         """A context whose time is not counted as time of the steps, but reported by `name` ("evaluate", "save")."""
         jax.block_until_ready(self._pending)  # the steps before it count
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         yield
-        spent_s = time.perf_counter() - began
+        spent_s = time.perf_counter() - begin_s
         self._since += spent_s
         self._spent[name] = self._spent.get(name, 0.0) + spent_s
 
@@ -53,9 +53,9 @@ class Meter:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """A context in which the loop waits for a batch."""
-        began = time.perf_counter()
+        begin_s = time.perf_counter()
         yield
-        self._data_wait_s += time.perf_counter() - began
+        self._data_wait_s += time.perf_counter() - begin_s
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
         """Adds one step's metrics, still on the devices."""

@@ -33,7 +33,7 @@ class Observers:
     callbacks: Callback
     evaluator: Evaluator
     stop: StopRequest
-    dog: Watchdog
+    watchdog: Watchdog
     decisions: Decisions
     meter: Meter
     profiler: Profiler
@@ -47,13 +47,13 @@ class Observers:
           action: its name in the error if it hangs.
           limit: the field of Watch that limits each part of it.
         """
-        with self.meter.paused(name), self.dog.allowing(action, limit):
+        with self.meter.paused(name), self.watchdog.allowing(action, limit):
             yield
 
     @contextlib.contextmanager
     def between_steps(self, name: str, action: str, limit: str) -> Iterator[None]:
         """As `long_work`, for what belongs to some steps; it ends early if the run is to stop."""
-        with self.meter.paused(name), self.dog.left_out(action, limit), contextlib.suppress(Interrupted):
+        with self.meter.paused(name), self.watchdog.left_out(action, limit), contextlib.suppress(Interrupted):
             yield
 
     def profile(self, step: int, metrics: Metrics) -> None:

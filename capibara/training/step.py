@@ -57,7 +57,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         trained, frozen = model.trained(state.params), model.frozen(state.params)
-        scale = None if loss_scaling is None else _kept(state.loss_scale).scale / batch["targets"].size
+        scale = None if loss_scaling is None else _required(state.loss_scale).scale / batch["targets"].size
         grads, sums, stats, more = gradient(trained, frozen, batch, state.step, scale)
         with jax.named_scope("optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, trained)
@@ -94,10 +94,10 @@ def _settled(
     if anomalies.skip_nonfinite or scaling is not None:
         guards.append(finite)
     if scaling is not None:
-        loss_scale = scaling.after(_kept(old.loss_scale), finite)
-        metrics |= {"loss_scale": _kept(old.loss_scale).scale}
+        loss_scale = scaling.after(_required(old.loss_scale), finite)
+        metrics |= {"loss_scale": _required(old.loss_scale).scale}
     if anomalies.keep_losses:
-        window = _kept(old.losses)
+        window = _required(old.losses)
         spike, reported = anomalies.spike(window, metrics["loss"])
         guards.append(~spike)
         good = finite & ~spike & (metrics["tokens"] > 0)
@@ -113,6 +113,6 @@ def _settled(
     return settled, metrics | {"skipped": 1.0 - created.astype(jnp.float32)}
 
 
-def _kept(part: _T | None) -> _T:
+def _required(part: _T | None) -> _T:
     assert part is not None, "a state has what its run's step needs"
     return part

@@ -268,7 +268,7 @@ def harness(folder: pathlib.Path, name: str) -> dict:
 
     scored = lm.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
     texts = lm.generate_until(instances("generate_until", asked), disable_tqdm=True)
-    return {"apart": subject.apart, "texts": texts, "scores": [list(one) for one in scored]}
+    return {"apart": subject.is_distributed, "texts": texts, "scores": [list(one) for one in scored]}
 
 
 def scores(folder: pathlib.Path, name: str) -> dict:

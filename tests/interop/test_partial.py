@@ -62,7 +62,7 @@ def test_only_a_killed_writers_partial_output_is_removed(writer, tmp_path, kind,
     (tmp_path / "model.gguf.ijklmnop.partial").symlink_to(others)
     assert left.is_dir() and (kept.parent, left.parent) == (tmp_path, tmp_path)
     before = {*os.listdir(tmp_path)}
-    with partial.beside(str(path)) as unfinished:
+    with partial.scratch(str(path)) as unfinished:
         assert before - {*os.listdir(tmp_path)} == {left.name}
         pathlib.Path(unfinished).write_text("new")
     assert {*os.listdir(tmp_path)} == before - {left.name}

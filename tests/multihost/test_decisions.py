@@ -25,7 +25,7 @@ def made(monkeypatch):
         monkeypatch.setattr(peers, "process_info", lambda: (index, 2, "host"))
         one = Decisions(end)
         for act in acts:
-            one.passed(act) if isinstance(act, int) else one.made(*act)
+            one.passed(act) if isinstance(act, int) else one.record(*act)
         return one
 
     return make
@@ -89,11 +89,11 @@ def test_threads_publish_and_compare(made, store):
     said = queue.SimpleQueue()
     with made(0, end=said.put) as first, made(1, end=said.put) as second:
         for one in (first, second):
-            one.made(1, SAVE)
+            one.record(1, SAVE)
             one.passed(1)
         with pytest.raises(queue.Empty):
             said.get(timeout=0.2)
-        second.made(2, EVALUATE)
+        second.record(2, EVALUATE)
         first.passed(2)
         assert "process 1 on" in said.get(timeout=5)
 
@@ -114,10 +114,10 @@ def test_the_next_run_is_not_compared_with_the_last_one(made, store, monkeypatch
     monkeypatch.setattr(decisions, "_runs", iter([0, 0, 1]))
     with made(0, end=said.put) as first, made(1, end=said.put) as second:
         for one in (first, second):
-            one.made(1, SAVE)
+            one.record(1, SAVE)
     assert all(f'[[1, "{SAVE}"]]' in published for published in store.values()) and len(store) == 2
     with made(0, end=said.put) as first:
-        first.made(5, EVALUATE)
+        first.record(5, EVALUATE)
         with pytest.raises(queue.Empty):
             said.get(timeout=0.2)
 
@@ -126,7 +126,7 @@ def test_memory_and_time_do_not_grow_with_the_run(made):
     one = made(0)
     most = 0
     for step in range(100_000):
-        one.made(step, SAVE)
+        one.record(step, SAVE)
         most = max(most, sys.getsizeof(one._last))
     assert most < 100_000 and len(one.published()) < 4_000
     assert json.loads(one.published())["made"][-1] == [99_999, SAVE]
@@ -138,11 +138,11 @@ def test_a_difference_is_found_after_the_list_was_cut(made, behind):
     count = 100_000
     one, other = made(0), made(1)
     for step in range(count - behind):
-        one.made(step, SAVE)
-        other.made(step if step < count - behind - 1 else step + 1, SAVE)
+        one.record(step, SAVE)
+        other.record(step if step < count - behind - 1 else step + 1, SAVE)
     published = json.loads(other.published())
     for step in range(count - behind, count):
-        one.made(step, SAVE)
+        one.record(step, SAVE)
     last = count - behind - 1
     assert f": save after step {last}; process 1" in one.difference(published)
     published["made"].pop()
@@ -172,7 +172,7 @@ def test_a_fault_of_the_comparison_is_told(made, store, monkeypatch, capfd, wher
     monkeypatch.setattr(peers, where, fail)
     said = queue.SimpleQueue()
     with made(0, end=said.put) as one:
-        one.made(1, SAVE)
+        one.record(1, SAVE)
         line = said.get(timeout=5)
     assert line.endswith("cannot be compared: RuntimeError: INVALID_ARGUMENT: no such key")
     assert "Traceback" in capfd.readouterr().err
@@ -191,5 +191,5 @@ def test_a_fault_ends_the_process_and_the_others(made, store, monkeypatch, capfd
 
 def test_a_process_alone_compares_nothing():
     with Decisions() as one:
-        one.made(1, SAVE)
+        one.record(1, SAVE)
         assert not one._thread.is_alive()

@@ -47,7 +47,7 @@ AGGREGATIONS = {
     "SMEA": Aggregation(rule=Smea(), faults=1),
     "centred clipping": Aggregation(rule=CenteredClipping(), faults=1),
 }
-START = "training/methods/nodes.py Nodes.begun"
+START = "training/methods/nodes.py Nodes.restarted"
 SIZES = {"node": 4, "fsdp": 2}
 SHAPES = {"kernel": ((1024, 2048), PartitionSpec(None, "fsdp")), "norm": ((1000,), PartitionSpec())}
 
@@ -124,7 +124,7 @@ def test_the_initial_weights_of_a_node_compile_for_the_slice(model, tell):
     everywhere = NamedSharding(case.mesh, PartitionSpec())
     node = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     abstract = case.state.abstract
-    begun = case.trainer.training_method.begun(case.state.shardings)
+    begun = case.trainer.training_method.restarted(case.state.shardings)
     report = compiler.compile_train_step(begun.lower(abstract.opt_state, node, case.model.trained(abstract.params)))
     assert report.fits
     tell("initial weights of a node", model, "v5e-8", STEPS[model], report)

@@ -178,7 +178,7 @@ class Abstract:
         pool = self.sizes.pool
         table = self.here(self.slots, pool.of_slot(LENGTH)) if pool else None
         _, rows = self.run("prefill", served, self.batch(2))
-        row = self.run("one", rows, self.here())
+        row = self.run("take_row", rows, self.here())
         if not self.encoder_length and not self.reads_whole:
             logits, row = self.run("resume", served, self.batch(1), row, LENGTH)
         one = self.settings(1)

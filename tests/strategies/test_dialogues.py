@@ -215,7 +215,7 @@ def test_special_tokens_of_calls_are_part_of_the_text(calling):
     dataset = cb.Dataset(source=source, vocabulary=calling.vocabulary, length=8, packing="none")
     reporter = SimpleNamespace(check=lambda turn: None, progress=lambda text: None)
     generator = Generator(SimpleNamespace(dataset=dataset, model=None, reporter=reporter), cb.Grpo(rewards=(spoke,)))
-    generator._engine, generator._own = Idle(), None
+    generator._engine, generator._chips = Idle(), None
     for options in ({"dialect": dialect_of(calling)}, {}):
         generator.streams([Prompt(0, 0, [1])], lambda row: [Sampling(max_new_tokens=2)], "answers", **options)
     spelled = [calling.ids_of(name)[0] for name in ("<|tool_call|>", "<|/tool_call|>")]

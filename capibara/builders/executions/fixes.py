@@ -133,13 +133,13 @@ def _is_comparable(before: Run, after: Run) -> bool:
     return not defined or bool(defined & {*after.patterns.functions, *after.patterns.classes})
 
 
-def similarity(one: str, other: str, least: float = 0.0) -> float:
+def similarity(text: str, other: str, least: float = 0.0) -> float:
     """The similarity of two codes, from 0 to 1; 0 where it is surely below `least`."""
-    first, second = _TOKEN.findall(one), _TOKEN.findall(other)
+    first, second = _TOKEN.findall(text), _TOKEN.findall(other)
     if first == second:
         return 1.0
     if max(len(first), len(second)) > _MOST_TOKENS:
-        first, second = ([line.strip() for line in code.split("\n")] for code in (one, other))
+        first, second = ([line.strip() for line in code.split("\n")] for code in (text, other))
         if max(len(first), len(second)) > _MOST_TOKENS:
             return 0.0
     matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)

@@ -168,20 +168,20 @@ def _by_content(code: str) -> Detected:
     if best and typical not in clean and best >= 2 * max([evidence[name] for name in clean], default=0) + 2:
         clean = []  # `ls -la` is an expression of Python as well
     if len(clean) == 1:
-        return _found(clean[0], Source.PARSED, 0.9 if evidence[clean[0]] else 0.75, code)
+        return _rounded(clean[0], Source.PARSED, 0.9 if evidence[clean[0]] else 0.75, code)
     if clean:
         best, second = sorted((evidence[name] for name in clean), reverse=True)[:2]
         if not best:
-            return _found("python", Source.PARSED, 0.4, code)
+            return _rounded("python", Source.PARSED, 0.4, code)
         name = max(clean, key=lambda name: evidence[name])
-        return _found(name, Source.PARSED, 0.5 + 0.4 * (best - second) / best, code)
+        return _rounded(name, Source.PARSED, 0.5 + 0.4 * (best - second) / best, code)
     if best:
         confidence = 0.6 * (best - second) / best + (0.1 if shares.get(typical, 1.0) <= _NEAR else 0.0)
-        return _found(typical, Source.HEURISTIC, min(0.6, max(0.1, confidence)), code)
-    return _found(None, Source.UNKNOWN, 0.0, code)
+        return _rounded(typical, Source.HEURISTIC, min(0.6, max(0.1, confidence)), code)
+    return _rounded(None, Source.UNKNOWN, 0.0, code)
 
 
-def _found(name: str | None, source: Source, confidence: float, code: str) -> Detected:
+def _rounded(name: str | None, source: Source, confidence: float, code: str) -> Detected:
     return Detected(name=name, source=source, confidence=round(confidence, 3), code=code)
 
 

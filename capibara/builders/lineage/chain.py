@@ -44,10 +44,12 @@ class Chain:
           UserError: it is none of these.
         """
         path = stores.of(path).absolute(path)
-        outputs.own(path, manifests.MANIFEST)  # a link is no manifest of the folder's: said before it counts as none
+        outputs.path_in(
+            path, manifests.MANIFEST
+        )  # a link is no manifest of the folder's: said before it counts as none
         above, inner = os.path.split(os.path.dirname(path))
         if inner == _CHECKPOINTS:
-            outputs.own(above, os.path.join(inner, os.path.basename(path)))
+            outputs.path_in(above, os.path.join(inner, os.path.basename(path)))
         result = _document(path)
         if result is not None and "step" in result:
             return self._step(path, result)
@@ -67,7 +69,7 @@ class Chain:
         """A run folder, by its newest checkpoint."""
         steps, facts = _steps(record), dict[str, str | int]()
         for name in ("", *map(str, steps)):
-            outputs.own(path, os.path.join(_CHECKPOINTS, name))
+            outputs.path_in(path, os.path.join(_CHECKPOINTS, name))
         facts["steps"] = len(steps)
         for event in history.read(path):
             facts["run"] = history.run_id(event)

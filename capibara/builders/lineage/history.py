@@ -19,7 +19,7 @@ _ENDS = ("COMPLETE", "FAIL", "ABORT")
 
 def read(folder: str) -> list[dict[str, Any]]:
     """The events in a folder's `lineage.jsonl`, oldest first; empty if there is none. Malformed lines are skipped."""
-    path = outputs.own(folder, FILE)
+    path = outputs.path_in(folder, FILE)
     if stores.of(path).has_local_paths:
         return [item.value for item in reading.records(path, Problems())]
     result = []

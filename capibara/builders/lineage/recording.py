@@ -51,7 +51,7 @@ class Recorder:
         report: Callable[[str], None] | None = None,
     ):
         self._run = Run(id=events.new_id(), job=job, config=config)
-        self._folder, self._path, self._report = folder, os.path.join(folder, history.FILE), report or _said
+        self._folder, self._path, self._report = folder, os.path.join(folder, history.FILE), report or _print
         self._server = _server(url or os.environ.get(_URL) or None)
 
     def start(self, inputs: Sequence[Dataset], upstream: Sequence[Upstream] = ()) -> None:
@@ -142,7 +142,7 @@ def build(folder: str, kind: str, config: Mapping[str, Any], inputs: Sequence[In
     return recorder
 
 
-def _said(line: str) -> None:
+def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -60,7 +60,7 @@ class Sources:
         state = State.CHANGED if notes else max((state for _, state in checked), key=_rank, default=State.WHOLE)
         created = history.maker(folder, manifest.fingerprint)
         records = sum(file.records for file in manifest.files)
-        facts = {"built by": f"prepare {manifest.kind}", "records": records, **_made(manifest.version, created)}
+        facts = {"built by": f"prepare {manifest.kind}", "records": records, **_making(manifest.version, created)}
         if folder in self._open:
             return Node(kind=Kind.DATASET, path=folder, digest=manifest.fingerprint, state=state, facts=facts)
         self._open.add(folder)
@@ -78,9 +78,9 @@ class Sources:
             parents=parents,
         )
 
-    def _sources(self, folder: str, manifest: manifests.Manifest, made: Mapping[str, Any] | None) -> Iterator[Node]:
+    def _sources(self, folder: str, manifest: manifests.Manifest, making: Mapping[str, Any] | None) -> Iterator[Node]:
         """What a data set was built from: files, and the data sets that they belong to."""
-        where = _working_directory(made)
+        where = _working_directory(making)
         paths = {os.path.normpath(os.path.join(where, entry.path)): entry for entry in manifest.inputs}
         sets = provenance.of_files(
             {path: entry.bytes for path, entry in paths.items()}, {path: entry.sha256 for path, entry in paths.items()}
@@ -138,7 +138,7 @@ def exists(path: str) -> bool:
     return epath.Path(path).exists()
 
 
-def _made(version: str, provenance: Mapping[str, Any] | None) -> dict[str, str | int]:
+def _making(version: str, provenance: Mapping[str, Any] | None) -> dict[str, str | int]:
     """Who built a data set, and when."""
     facts: dict[str, str | int] = {"by capibara": version}
     if provenance is not None:

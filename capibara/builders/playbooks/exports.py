@@ -61,13 +61,13 @@ class Export:
         self._problems = problems
         self._counts = counts
         self._number = 0  # of bullets so far, for messages
-        self._found: list[Bullet | Agent] = []
+        self._entries: list[Bullet | Agent] = []
 
     def read(self) -> list[Bullet | Agent]:
         """The bullets and agents, in their order."""
         if not self._object(self._record.value, _Context()):
             self._malformed("no playbook, bullet or agent")
-        return self._found
+        return self._entries
 
     def _object(self, value: dict[str, Json], context: _Context) -> bool:
         """Reads an object; returns whether it has a known form."""
@@ -108,7 +108,7 @@ class Export:
         except ValueError as error:
             self._malformed(str(error))
             return dataclasses.replace(context, agent=agents.name_of(value) or context.agent)
-        self._found.append(agent)
+        self._entries.append(agent)
         return dataclasses.replace(context, agent=agent.name)
 
     def _agents(self, value: list[Json] | dict[str, Json], context: _Context) -> None:
@@ -145,7 +145,7 @@ class Export:
         parser = Parser(self._problems)
         lines = (Line(self._record.path, self._record.number, line) for line in text.split("\n"))
         for bullet in parser.parse(lines):
-            self._found.append(dataclasses.replace(bullet, domain=context.domain, agent=context.agent))
+            self._entries.append(dataclasses.replace(bullet, domain=context.domain, agent=context.agent))
         self._counts["lines outside bullets"] += parser.outside
 
     def _bullets(self, value: list[Json] | dict[str, Json], context: _Context) -> None:
@@ -159,7 +159,7 @@ class Export:
                 self._counts["bullets marked invalid"] += 1
             else:
                 try:
-                    self._found.append(self._bullet(item, name, context))
+                    self._entries.append(self._bullet(item, name, context))
                 except ValueError as error:
                     self._malformed(f"bullet {self._number} {error}")
 

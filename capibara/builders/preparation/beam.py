@@ -189,8 +189,8 @@ class _Job:
         for part, numbers in sorted(result["kept"].items()):
             retained = _flags(numbers)
             retained[result["dropped"].get(part, numbers[:0])] = False
-            parts.append(shards.ShardPart(part=self.parts[part], kept=retained, first=result["first"][part]))
-        if not any(item.kept.any() for item in parts):
+            parts.append(shards.ShardPart(part=self.parts[part], retained=retained, first=result["first"][part]))
+        if not any(item.retained.any() for item in parts):
             return _ALL, {}
         if (whole := self.files.done(name)) is not None:
             return _ALL, {"shard": name, "counts": dict(whole.counts)}

@@ -79,7 +79,7 @@ class KeptPart:
     count: int
 
     @property
-    def kept(self) -> np.ndarray:
+    def retained(self) -> np.ndarray:
         """[n] bool."""
         return np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.count).astype(bool)
 
@@ -119,7 +119,7 @@ class SketchParts:
 
     def __call__(self, task: KeptPart) -> None:
         if self.scratch.done(_near(task.part.number)) is None:
-            result = stages.sketch_part(task.part, self.settings, task.kept)
+            result = stages.sketch_part(task.part, self.settings, task.retained)
             _write_sketched(self.scratch, task.part, result, self.settings)
 
 
@@ -204,7 +204,7 @@ class WriteShards:
         if self.files.done(name) is not None:
             return
         with self.files.write(name) as file:
-            of_shard = [shards.ShardPart(part=item.part, kept=item.kept, first=first) for item, first in parts]
+            of_shard = [shards.ShardPart(part=item.part, retained=item.retained, first=first) for item, first in parts]
             file.counts = shards.write(file.path, of_shard, self.settings)
             file.records = file.counts["rows"]
 

@@ -131,14 +131,14 @@ class Groups:
         self.parents = parents
         parents[:] = np.arange(len(parents), dtype=parents.dtype)
 
-    def join(self, one: np.ndarray, other: np.ndarray) -> None:
+    def join(self, first: np.ndarray, other: np.ndarray) -> None:
         """Joins the documents in the same places of two arrays."""
-        while len(one):
-            one, other = self.first(one), self.first(other)
-            apart = one != other
-            later, earlier = np.maximum(one, other)[apart], np.minimum(one, other)[apart]
+        while len(first):
+            first, other = self.first(first), self.first(other)
+            differ = first != other
+            later, earlier = np.maximum(first, other)[differ], np.minimum(first, other)[differ]
             np.minimum.at(self.parents, later, earlier)
-            one, other = later, earlier
+            first, other = later, earlier
 
     def first(self, documents: np.ndarray) -> np.ndarray:
         """The first document of each document's group."""

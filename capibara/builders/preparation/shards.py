@@ -33,7 +33,7 @@ class ShardPart:
     """
 
     part: CorpusPart
-    kept: np.ndarray
+    retained: np.ndarray
     first: int
 
 
@@ -70,7 +70,7 @@ def _windows(parts: Sequence[ShardPart], settings: CorpusPreparation) -> Iterato
     domains: dict[int, str] = {}
     tokens = 0
     for number, document, ids in _tokenized(parts, settings):
-        text = packing.Document.begun(ids, None, settings.vocabulary.begin_ids)
+        text = packing.Document.after(ids, None, settings.vocabulary.begin_ids)
         documents.append(text._replace(position=(number,)))
         tokens += len(ids)
         if document.domain:
@@ -87,7 +87,7 @@ def _tokenized(parts: Sequence[ShardPart], settings: CorpusPreparation) -> Itera
     batch: list[tuple[int, Document]] = []
     characters = 0
     for part in parts:
-        for number, document in kept_documents(part.part, settings, part.kept):
+        for number, document in kept_documents(part.part, settings, part.retained):
             batch.append((part.first + number, document))
             characters += len(document.text)
             if len(batch) >= _TOGETHER or characters >= _TOGETHER_CHARACTERS:

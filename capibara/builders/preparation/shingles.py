@@ -125,8 +125,8 @@ def _cut(values: np.ndarray, is_alone: np.ndarray | None, at: int) -> int:
     is_apart = values[at:stop] == 0
     if is_alone is not None:
         is_apart |= is_alone[at:stop]
-    apart = np.flatnonzero(is_apart)
-    return at + int(apart[-1]) + 1 if len(apart) else stop
+    separators = np.flatnonzero(is_apart)
+    return at + int(separators[-1]) + 1 if len(separators) else stop
 
 
 def _hashed(values: np.ndarray, is_alone: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

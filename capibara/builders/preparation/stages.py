@@ -147,7 +147,7 @@ class _Sketcher:
         self._documents: list[int] = []
         self._batch: list[str] = []
         self._characters = 0
-        self._found: list[np.ndarray] = []
+        self._sketches: list[np.ndarray] = []
 
     def add(self, number: int, text: str) -> None:
         """Adds a document."""
@@ -164,9 +164,9 @@ class _Sketcher:
         if self._settings is not None:
             width = self._settings.permutations
             self._flush(self._settings)
-        signatures = np.concatenate([*self._found, np.zeros((0, width), np.uint32)])
+        signatures = np.concatenate([*self._sketches, np.zeros((0, width), np.uint32)])
         return Sketched(documents=np.array(self._documents, np.uint32), signatures=signatures, dropped=dropped)
 
     def _flush(self, settings: NearDuplicates) -> None:
-        self._found.append(near.signatures(self._batch, settings))
+        self._sketches.append(near.signatures(self._batch, settings))
         self._batch, self._characters = [], 0

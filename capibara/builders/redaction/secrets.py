@@ -204,7 +204,7 @@ class _Scan:
                 for match in self._matches(rule):
                     span = match.span(rule.group)
                     if span[0] < span[1] and (rule.check is None or rule.check(match)):
-                        yield self._found(span, rule.kind_of(match), rule.category, match[rule.group], rank)
+                        yield self._finding(span, rule.kind_of(match), rule.category, match[rule.group], rank)
 
     def _matches(self, rule: Rule) -> Iterator[re.Match[str]]:
         if rule.within is not None:
@@ -222,14 +222,14 @@ class _Scan:
         """Quoted texts that look generated, whatever they are called."""
         for match in _QUOTED.finditer(self._text):
             if entropy(match[2]) >= _UNNAMED_ENTROPY and _is_generated(match[2]):
-                yield self._found(
+                yield self._finding(
                     match.span(2), "high_entropy", Category.SECRET, match[2], len(rules(plugins=self._plugins))
                 )
 
     def in_columns(self) -> Iterator[Found]:
         """What stands in a table below the name of a secret."""
         for start, end, kind in in_columns(self._text, [start for start, _ in self._spans_of(ANCHOR)]):
-            yield self._found(
+            yield self._finding(
                 (start, end), kind, Category.SECRET, self._text[start:end], len(rules(plugins=self._plugins))
             )
 
@@ -240,9 +240,9 @@ class _Scan:
                 decoded = decoded_base64(match[0])
                 if decoded is not None and (inner := find(decoded, depth=depth + 1, plugins=self._plugins)):
                     first = min(inner, key=lambda item: item.rank)
-                    yield self._found(match.span(), first.kind, first.category, match[0], first.rank)
+                    yield self._finding(match.span(), first.kind, first.category, match[0], first.rank)
 
-    def _found(self, span: tuple[int, int], kind: str, category: Category, value: str, rank: int) -> Found:
+    def _finding(self, span: tuple[int, int], kind: str, category: Category, value: str, rank: int) -> Found:
         start, end = self._view.origin(*span)
         return Found(start=start, end=end, kind=kind, category=category, value=value, rank=rank)
 

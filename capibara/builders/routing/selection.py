@@ -95,12 +95,12 @@ def select(scratch: Scratch, splits: Splits, balance: Balance, domains: tuple[st
     )
 
 
-def _of_two_sources(pairs: Iterable[tuple[np.ndarray, np.ndarray]], own: np.ndarray) -> _Pairs:
+def _of_two_sources(pairs: Iterable[tuple[np.ndarray, np.ndarray]], sources: np.ndarray) -> _Pairs:
     """The pairs whose records are of different sources, each once: a session repeats itself often."""
     result = []
     for rows, others in pairs:
-        apart = own[rows] != own[others]
-        item, other = np.unique(np.stack([rows[apart], others[apart]]), axis=1)
+        differ = sources[rows] != sources[others]
+        item, other = np.unique(np.stack([rows[differ], others[differ]]), axis=1)
         result.append((item, other))
     return result
 
@@ -128,12 +128,12 @@ def _smallest(keys: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def _leaks(split: np.ndarray, shared: Sequence[_Pairs]) -> np.ndarray:
     """The pairs whose records are in different splits, by what they share (`SHARED`), each pair once."""
     result = np.zeros(0, LEAK)
-    for what, pairs in enumerate(shared):
+    for index, pairs in enumerate(shared):
         rows, others = _joined(pairs)
         is_leak = split[rows] != split[others]
         rows, others = np.unique(np.stack([rows[is_leak], others[is_leak]]), axis=1)
         leaks = np.zeros(len(rows), LEAK)
-        leaks["row"], leaks["first"], leaks["shared"] = rows, others, what
+        leaks["row"], leaks["first"], leaks["shared"] = rows, others, index
         leaks["split"], leaks["first_split"] = split[rows], split[others]
         result = np.concatenate([result, leaks])
     result = result[np.lexsort((result["shared"], result["first"], result["row"]))]

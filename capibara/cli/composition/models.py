@@ -102,7 +102,7 @@ def load_run(folder: str, gin: Gin = ((), (), ()), *, merge: bool = True, trust:
 
 
 def with_adapters(loaded: LoadedModel, flags: Sequence[str], base: str | None = None) -> LoadedModel:
-    """Adds the adapters of Gin and of flags ("NAME=PATH") to a model; errors as in `adapters.beside`.
+    """Adds the adapters of Gin and of flags ("NAME=PATH") to a model; errors as in `adapters.attached`.
 
     Args:
       loaded: the base model.
@@ -113,7 +113,7 @@ def with_adapters(loaded: LoadedModel, flags: Sequence[str], base: str | None = 
     is_run = loaded.training is not None  # which records how its own adapters are read
     is_used = bool(configured.paths or flags) and not is_run
     how = config.build(Checkpointing) if is_used else Checkpointing()
-    return adapters.beside(loaded, configured, how, flags, base)
+    return adapters.attached(loaded, configured, how, flags, base)
 
 
 def load_served(args: Arguments, base: str | None = None) -> LoadedModel:
@@ -193,7 +193,7 @@ def reward_model(strategy: Strategy | None) -> RewardModel | None:
 
     if (count := jax.process_count()) > 1:
         raise UserError(f"{type(strategy).__name__}.reward is for one process, and there are {count}: start one alone")
-    with PARSING, config.apart():
+    with PARSING, config.isolated():
         loaded = load(path)
         check_head(path, loaded.model)  # before the template, which other models may lack
         template = chat_of(loaded.dataset).template

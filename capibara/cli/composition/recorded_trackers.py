@@ -66,11 +66,11 @@ def _of_trackers(folder: str, classes: Sequence[str]) -> str:
       classes: of the trackers that are to get the run; empty: its own.
     """
     text, result = state.configuration(folder)
-    own = "" if classes else result.get(_TRACKERS, "")
-    retained = {*classes, *map(_plain, re.findall(r"@([\w./]+)", own))}
+    recorded = "" if classes else result.get(_TRACKERS, "")
+    retained = {*classes, *map(_plain, re.findall(r"@([\w./]+)", recorded))}
     lines = [line for line in text.splitlines() if line.startswith("#")]  # they name the modules
     for name, value in result.items():
-        if _plain(name.rpartition(".")[0]) in retained or own and name == _TRACKERS:
+        if _plain(name.rpartition(".")[0]) in retained or recorded and name == _TRACKERS:
             lines.append(f"{name} = {value}")
     return "\n".join(lines) + "\n"
 

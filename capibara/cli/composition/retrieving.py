@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def embedder(path: str, pooling: Pooling) -> TextEmbedder:
     """Loads the model that embeds texts; errors as in `models.load`."""
-    with models.PARSING, config.apart():
+    with models.PARSING, config.isolated():
         loaded = models.load(path)
     return TextEmbedder(path, loaded.model, loaded.params, loaded.tokenizer, loaded.dataset.length, pooling)
 

@@ -299,10 +299,10 @@ def _other_tokenizer(path: str, read: open_model.Loader, dataset: Dataset) -> li
 
     if (vocabulary := dataset.vocabulary) is None:  # a SeqIO task's
         return []
-    own, theirs = vocabulary.own_files().files, read.foreign.tokenizer
-    if theirs.items() <= own.items():  # the usual case, without reading them
+    ours, theirs = vocabulary.own_files().files, read.foreign.tokenizer
+    if theirs.items() <= ours.items():  # the usual case, without reading them
         return []
-    known, named = tokenizers.tokens_of(own, "Dataset.vocabulary"), tokenizers.tokens_of(theirs, path)
+    known, named = tokenizers.tokens_of(ours, "Dataset.vocabulary"), tokenizers.tokens_of(theirs, path)
     result = tokenizers.difference(named, known) if known else f"{type(vocabulary).__name__} has no such tokens"
     if not named or not result:
         return []

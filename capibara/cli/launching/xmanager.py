@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     flags = [*(f"--gin_file={file}" for file in files), *(flag for flag in rest if flag not in _DRY)]
     if len(flags) < len(files) + len(rest):
         return _show(flags)
-    beside = pathlib.Path(sys.executable).with_name("xmanager")
-    xmanager = str(beside) if beside.exists() else shutil.which("xmanager")
+    launcher = pathlib.Path(sys.executable).with_name("xmanager")
+    xmanager = str(launcher) if launcher.exists() else shutil.which("xmanager")
     if xmanager is None:
         raise UserError(
             "launch xmanager needs XManager: pip install xmanager==0.8.5.post1 in an environment that has capibara, too"

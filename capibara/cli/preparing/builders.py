@@ -50,7 +50,7 @@ def parser(word: str, description: str, *, workers: bool = True) -> flags.Argume
     return created
 
 
-def parsed(made: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parsed(created: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line of a builder's word, with the Gin files parsed and the server of lineage set.
 
     Raises:
@@ -59,7 +59,7 @@ def parsed(made: flags.ArgumentParser, argv: Sequence[str] | None) -> argparse.N
     from capibara import config
     from capibara.core.types import UserError
 
-    args = flags.parse_arguments(made, argv)
+    args = flags.parse_arguments(created, argv)
     if not args.out:
         raise UserError("--out ('') must be a folder: try data/set")
     if getattr(args, "num_workers", 0) < 0:

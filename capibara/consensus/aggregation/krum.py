@@ -60,7 +60,7 @@ class Krum(DistanceRule):
 
     def scores(self, points: Points) -> jax.Array:
         """The sums [R] of squared distances to the nearest neighbours; infinite for masked candidates."""
-        return _scores(points.squared_RR, points.is_alive_R, points.kept - self.neighbours.left_out)
+        return _scores(points.squared_RR, points.is_alive_R, points.honest - self.neighbours.left_out)
 
 
 @configurable
@@ -89,7 +89,7 @@ class MultiKrum(Krum):
             )
 
     def weights(self, points: Points) -> jax.Array:
-        most = points.kept if self.selected is None else jnp.minimum(points.kept, self.selected)
+        most = points.honest if self.selected is None else jnp.minimum(points.honest, self.selected)
         return points.uniform(ranks(self.scores(points)) < most)
 
 
@@ -150,7 +150,7 @@ class Monna(DistanceRule):
     def weights(self, points: Points) -> jax.Array:
         instead = jnp.argmin(Krum(neighbours=Neighbours.MORE).scores(points))
         pivot = jnp.where(points.is_alive_R[self.pivot], self.pivot, instead)
-        return points.uniform(ranks(points.squared_RR[pivot]) < points.kept)
+        return points.uniform(ranks(points.squared_RR[pivot]) < points.honest)
 
 
 def _scores(squared_RR: jax.Array, is_alive_R: jax.Array, neighbours: jax.Array) -> jax.Array:

@@ -54,8 +54,8 @@ class Nnm(PreAggregation):
     """
 
     def mixing(self, points: Points, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        is_near_RR = (ranks(points.squared_RR) < points.kept) & points.is_alive_R[None, :]
-        rows_RR = is_near_RR / jnp.maximum(points.kept, 1).astype(jnp.float32)
+        is_near_RR = (ranks(points.squared_RR) < points.honest) & points.is_alive_R[None, :]
+        rows_RR = is_near_RR / jnp.maximum(points.honest, 1).astype(jnp.float32)
         return jnp.pad(rows_RR, ((0, 0), (0, 1))), points.is_alive_R
 
 
@@ -124,7 +124,7 @@ class Arc(PreAggregation):
 
     def mixing(self, points: Points, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         distance_R = points.from_reference_R
-        clipped = 2 * points.faults * points.kept // jnp.maximum(points.count, 1)
+        clipped = 2 * points.faults * points.honest // jnp.maximum(points.count, 1)
         is_next_R = ranks(jnp.where(points.is_alive_R, -distance_R, jnp.inf)) == clipped
         return _towards_reference(points, jnp.sum(jnp.where(is_next_R, distance_R, 0.0))), points.is_alive_R
 

@@ -40,7 +40,7 @@ class Points:
         return jnp.sum(self.is_alive_R, dtype=jnp.int32)
 
     @property
-    def kept(self) -> jax.Array:
+    def honest(self) -> jax.Array:
         """Candidates that are surely not faulty, int32: n - f."""
         return self.count - self.faults
 

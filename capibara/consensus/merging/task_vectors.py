@@ -43,14 +43,14 @@ class _TaskVectors(Weighted, Floored):
         if self.normalize and not self.votes and self.floors is Floors.NONE:
             check_share(self.weights)
 
-    def kept(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
+    def sparsified(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
         """What is left of a model's offset."""
         return offset
 
     def merge(self, tensors: Sequence[Array], base: Array | None, draw: np.random.Generator) -> Array:
         assert base is not None, "check sees to it"
         weights = self.weights_of(len(tensors))
-        retained = (self.kept(tensor - base, i, draw) for i, tensor in enumerate(tensors))
+        retained = (self.sparsified(tensor - base, i, draw) for i, tensor in enumerate(tensors))
         if self.votes:
             offsets = [np.float32(weight) * offset for offset, weight in zip(retained, weights, strict=True)]
             total, share = voted_sum(offsets, weights)
@@ -121,7 +121,7 @@ class Ties(_Sparse):
 
     normalize: bool = True
 
-    def kept(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
+    def sparsified(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
         return sparsify.keep_largest(offset, self.density_of(model))
 
 
@@ -141,7 +141,7 @@ class _Random(_Sparse):
         """Of each value, to be kept."""
         return density
 
-    def kept(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
+    def sparsified(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
         density = self.density_of(model)
         if density == 1:
             return offset
@@ -181,7 +181,7 @@ class _Breadcrumbs(_Sparse):
         if not 0 <= self.outliers < 1:
             raise UserError(f"outliers is {self.outliers}, must be at least 0 and less than 1: try 0.01")
 
-    def kept(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
+    def sparsified(self, offset: Array, model: int, draw: np.random.Generator) -> Array:
         return sparsify.keep_middle(offset, self.density_of(model), self.outliers)
 
 

@@ -73,8 +73,10 @@ def prepare_instructions(
                 sides[int.from_bytes(key, "little") < held_out * 2.0**64].append(line)
             report(f"{name}: {len(lines)} conversations")
     if not all(sides):
-        train, apart = map(len, sides)
-        raise UserError(f"{train} conversations to train on and {apart} held out: add more, or change --held_out")
+        train, for_validation = map(len, sides)
+        raise UserError(
+            f"{train} conversations to train on and {for_validation} held out: add more, or change --held_out"
+        )
     for name, side in zip((TRAIN_FILE, HELD_OUT_FILE), sides):
         path = os.path.join(output, name)
         try:

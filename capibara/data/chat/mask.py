@@ -193,9 +193,9 @@ class _Finder:
             else:
                 rest = alone[len(alone) - self._unchanged(messages, k, alone) :]
             follows = follows[: _common_beginning(follows, rest)]
-        result, own = self._template.turn_ends.search(follows), self._template.end_of_turn
-        if result is None and own is not None and self._text.startswith(own, at):
-            return at + len(own)  # gpt-oss: <|end|>, and <|return|> after the last turn
+        result, turn_end = self._template.turn_ends.search(follows), self._template.end_of_turn
+        if result is None and turn_end is not None and self._text.startswith(turn_end, at):
+            return at + len(turn_end)  # gpt-oss: <|end|>, and <|return|> after the last turn
         if result is None:
             raise UserError(
                 f"{self._where}: no special token ends message {k}, the text has {_shown(self._text[at:])} after it: "

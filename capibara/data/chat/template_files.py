@@ -55,8 +55,10 @@ class TemplateFiles:
                 f"ChatTemplate.tokenizer ({self._tokenizer!r}): the special tokens of {TOKENIZER_FILE} have more than "
                 f"{_MOST_SPELLED} characters together"
             )
-        beside = added.special(added.of_folder(self._folder), f"ChatTemplate.tokenizer ({self._tokenizer!r})")
-        return tuple(sorted({*names, *beside, *self.token_names.values()} - {""}, key=lambda name: (-len(name), name)))
+        added_tokens = added.special(added.of_folder(self._folder), f"ChatTemplate.tokenizer ({self._tokenizer!r})")
+        return tuple(
+            sorted({*names, *added_tokens, *self.token_names.values()} - {""}, key=lambda name: (-len(name), name))
+        )
 
     @functools.cached_property
     def token_names(self) -> dict[str, str]:

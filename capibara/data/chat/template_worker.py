@@ -86,7 +86,7 @@ def _answer(templates: Templates, request: Mapping[str, Any]) -> tuple[bytes, bo
             return DONE + _json(templates.add(**request["source"])), True
         shared, longest = request["shared"], request["longest"]
         return DONE + _json(
-            [_render(templates, request["key"], shared | own, longest) for own in request["each"]]
+            [_render(templates, request["key"], shared | variables, longest) for variables in request["each"]]
         ), True
     except (MemoryError, RecursionError) as error:
         kind = "memory" if isinstance(error, MemoryError) else "depth"

@@ -59,7 +59,7 @@ class Document(NamedTuple):
     prefix: int = 0
 
     @classmethod
-    def begun(cls, ids: np.ndarray, weights: np.ndarray | None, begin: Sequence[int]) -> Document:
+    def after(cls, ids: np.ndarray, weights: np.ndarray | None, begin: Sequence[int]) -> Document:
         """A text after the ids that begin it; without any, the text's first token is only an input."""
         if len(begin) != 1:
             weights = np.ones(len(ids), np.float32) if weights is None and begin else weights

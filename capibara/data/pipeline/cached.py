@@ -148,9 +148,9 @@ class CachedBlocks:
     def read(self, stream: int, begin: int) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields a stream's examples from number `begin` on; a number is GROUP * (group) + (number in the group)."""
         group, skip = divmod(begin, GROUP)
-        making, empty = self._made(stream, group), 0
+        making, empty = self._read_group(stream, group), 0
         while True:
-            examples, making = making.result(), self._made(stream, group + 1)
+            examples, making = making.result(), self._read_group(stream, group + 1)
             order = range(len(examples))
             if self._shuffles:
                 order = permutation(len(examples), self._seed, stream, group).tolist()
@@ -172,7 +172,7 @@ class CachedBlocks:
         positions = positions_of(stream, self._count, group * _TOGETHER, _TOGETHER, None, size)
         return [position_in_epoch(size, at, seed)[1] for at in positions]
 
-    def _made(self, stream: int, group: int) -> Future[list[dict[str, Any]]]:
+    def _read_group(self, stream: int, group: int) -> Future[list[dict[str, Any]]]:
         """Reads and preprocesses a group in the background."""
         reading = [block_pool().submit(self._records, block) for block in self._blocks(stream, group)]
 

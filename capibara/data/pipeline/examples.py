@@ -144,7 +144,7 @@ class Assembler:
             prefix = 0
             if self.dataset.kind is Kind.PREFIX and inputs is not None and len(inputs):
                 prefix = len(inputs) + len(self._vocabulary.begin_ids)  # which come before the inputs
-            document = Document.begun(*_joined(self._ended(ids), inputs), self._vocabulary.begin_ids)
+            document = Document.after(*_joined(self._ended(ids), inputs), self._vocabulary.begin_ids)
             return document._replace(domain=number, position=position, prefix=prefix)
         seeds = (self.dataset.seed, *position)
         if self.dataset.kind is Kind.MASKED:

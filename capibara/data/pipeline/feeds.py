@@ -173,7 +173,7 @@ class SourceFeed(Feed):
     def _rows_apart(self) -> list[range]:
         """The documents of each part that has rows of its own; empty: all rows have all documents."""
         documents, share = self.documents, self.share
-        if not (self._endless and isinstance(documents, CombinedDocuments) and documents.apart):
+        if not (self._endless and isinstance(documents, CombinedDocuments) and documents.separate):
             return []
         ranges = documents.ranges()
         if share.batch_size % len(ranges):

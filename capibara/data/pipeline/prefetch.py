@@ -42,7 +42,7 @@ class Prefetcher:
         if self._failure is not None:
             raise self._failure
         if self._thread is None:
-            return self._first.pop() if self._first else self._made()
+            return self._first.pop() if self._first else self._make_next()
         item, failure = self._next(self._thread)
         if item is _END:
             self._failure = failure or StopIteration()
@@ -55,14 +55,14 @@ class Prefetcher:
         Raises the exception that came in its place, or StopIteration if there is no item.
         """
         if self._thread is None:
-            self._first = self._first or [self._made()]
+            self._first = self._first or [self._make_next()]
             return True
         there = self._first_there.wait(limit_s)
         if self._first_failure is not None:
             raise self._first_failure
         return there
 
-    def _made(self) -> Any:
+    def _make_next(self) -> Any:
         if self._items is None:
             self._items = self._open_items()
         return next(self._items)

@@ -76,14 +76,14 @@ class Reader(abc.ABC):
 
     def read(self, begin: int) -> Iterator[Numbered]:
         """Yields the stream's documents from number `begin` on."""
-        return self._checked(begin, self._found(begin))
+        return self._checked(begin, self._groups_from(begin))
 
     @abc.abstractmethod
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
         """Identifies a document by its position in the data, for reports."""
 
     @abc.abstractmethod
-    def _found(self, begin: int) -> Iterator[list[Found]]:
+    def _groups_from(self, begin: int) -> Iterator[list[Found]]:
         """Yields documents from number `begin` on, in groups; may begin to read before it is iterated."""
 
     @abc.abstractmethod
@@ -185,7 +185,7 @@ class DocumentReader(Reader):
         epoch, number = position_in_epoch(size, at, self._seed)
         return {"document": start + number, "epoch": epoch}
 
-    def _found(self, begin: int) -> Iterator[list[Found]]:
+    def _groups_from(self, begin: int) -> Iterator[list[Found]]:
         first, group, is_own = begin, 1, user_modules.own_class(self._documents) is not None
         while at_positions := positions_of(self._index, self._count, first, group, self._epochs, self._size):
             result = []
@@ -222,14 +222,14 @@ class BlockReader(Reader):
         epoch, block, number = position
         return {**self._blocks.name(block), "document": number, "epoch": epoch}
 
-    def _found(self, begin: int) -> Iterator[list[Found]]:
-        return self._split(begin, self._begun(begin // GROUP))
+    def _groups_from(self, begin: int) -> Iterator[list[Found]]:
+        return self._split(begin, self._start_group(begin // GROUP))
 
     def _split(self, begin: int, reading: list[_Reading]) -> Iterator[list[Found]]:
         group, skip = divmod(begin, GROUP)
         empty = 0
         while reading:
-            following = self._begun(group + 1)
+            following = self._start_group(group + 1)
             documents = [
                 ((item.epoch, item.block, i), example)
                 for item in reading
@@ -249,7 +249,7 @@ class BlockReader(Reader):
                 raise self._nothing_left()
             reading, group, skip = following, group + 1, 0
 
-    def _begun(self, group: int) -> list[_Reading]:
+    def _start_group(self, group: int) -> list[_Reading]:
         """Starts to read the blocks of a group in the background."""
         at_positions = positions_of(
             self._index, self._count, group * self._together, self._together, self._epochs, len(self._blocks)

@@ -352,7 +352,7 @@ class CombinedSource(Source):
             raise UserError(f"CombinedSource.sources have different formats ({kinds}): use sources of one format")
         if any(isinstance(source, CombinedSource) and source.rows is Rows.APART for source in self.sources):
             raise UserError(
-                "CombinedSource.sources has a CombinedSource with rows = 'apart': only the outer one may have that"
+                "CombinedSource.sources has a CombinedSource with rows = 'separate': only the outer one may have that"
             )
 
     @property
@@ -369,7 +369,7 @@ class CombinedSource(Source):
         documents = [part for part in parts if not isinstance(part, Blocks)]
         if blocks and self.rows is Rows.APART:
             raise UserError(
-                "CombinedSource.rows = 'apart' needs documents with random access, and its sources have shards, which are read "
+                "CombinedSource.rows = 'separate' needs documents with random access, and its sources have shards, which are read "
                 "block by block: take others, such as @JsonlSource()"
             )
         if not documents:
@@ -378,7 +378,7 @@ class CombinedSource(Source):
             if isinstance(part, Blocks):
                 name = type(source).__name__
                 raise UserError(f"CombinedSource.sources mixes {name} with other sources: make all of them @{name}()")
-        return CombinedDocuments(documents, apart=self.rows is Rows.APART and split == "train")
+        return CombinedDocuments(documents, separate=self.rows is Rows.APART and split == "train")
 
 
 class _CombinedBlocks(Blocks):
@@ -414,11 +414,11 @@ class CombinedDocuments(Documents):
     """Concatenated documents of several splits.
 
     Attributes:
-      apart: whether each part has rows of its own.
+      separate: whether each part has rows of its own.
     """
 
-    def __init__(self, parts: Sequence[Documents], apart: bool = False):
-        self._parts, self.apart = list(parts), apart
+    def __init__(self, parts: Sequence[Documents], separate: bool = False):
+        self._parts, self.separate = list(parts), separate
         self._stops = np.cumsum([len(part) for part in parts])
         self.counts = counts.total([part.counts for part in parts])
 
@@ -449,7 +449,7 @@ class CombinedDocuments(Documents):
         return self._parts[at], i - int(self._stops[at] - len(self._parts[at]))
 
     def fingerprint(self) -> dict[str, Any]:
-        rows = {"rows": str(Rows.APART)} if self.apart else {}
+        rows = {"rows": str(Rows.APART)} if self.separate else {}
         return {str(i): part.fingerprint() for i, part in enumerate(self._parts)} | rows
 
 

@@ -58,7 +58,7 @@ class Kind(NamedTuple):
       endings: of their names, before those of compression.
     """
 
-    what: str
+    noun: str
     endings: tuple[str, ...]
 
     def has(self, name: str) -> bool:
@@ -197,7 +197,7 @@ def listed(name: str, patterns: Sequence[str], kind: Kind) -> tuple[list[str], i
     left_out = 0
     for pattern in _several(patterns):
         if os.path.isdir(pattern):
-            inner, besides = inside(name, pattern, kind.has, kind.what)
+            inner, besides = inside(name, pattern, kind.has, kind.noun)
             paths, left_out = paths + inner, left_out + besides
             continue
         store = stores.of(pattern)
@@ -303,7 +303,7 @@ def _inside_bucket(name: str, folder: str, kind: Kind) -> tuple[list[Entry], int
         is_left_out = is_hidden or _why_left_out(last, kind.has, tuple(above) in built)
         (left_out if is_left_out else files).append(entry)
     if entries and not files:
-        raise UserError(f"{name} ({folder!r}) is a folder without a file of {kind.what}: name files, or a glob")
+        raise UserError(f"{name} ({folder!r}) is a folder without a file of {kind.noun}: name files, or a glob")
     _tell_left_out(name, folder, files, [entry.url for entry in left_out])
     return files, len(left_out)
 

@@ -161,7 +161,7 @@ def _named_templates(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes
     return {CONFIG_FILE: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
-def beside(tokenizer: str) -> dict[str, bytes]:
+def contents(tokenizer: str) -> dict[str, bytes]:
     """The contents of a tokenizer.json, which may have another name, and of the tokenizer files beside it."""
     return carried(folder_of(tokenizer)) | {TOKENIZER_FILE: read_bytes(file_of(tokenizer, TOKENIZER_FILE))}
 

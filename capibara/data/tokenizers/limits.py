@@ -180,8 +180,8 @@ def _regular(step: Mapping[str, Any]) -> Iterator[str]:
 
 def _texts(patterns: list[str]) -> list[str]:
     """Texts on which patterns may be slow: runs of the patterns' characters, of common ones, and of pairs of them."""
-    own = sorted(set(re.sub(r"\\[pP]\{[^}]*\}|[\\\[\](){}|?*+^$]", "", "".join(patterns))))[:24]
-    characters = list(dict.fromkeys([*own, *"aA1 \n.'\t\u4e2d\u00e9\u2581"]))
+    special = sorted(set(re.sub(r"\\[pP]\{[^}]*\}|[\\\[\](){}|?*+^$]", "", "".join(patterns))))[:24]
+    characters = list(dict.fromkeys([*special, *"aA1 \n.'\t\u4e2d\u00e9\u2581"]))
     runs = [character * _PROBE_CHARACTERS for character in characters]
     pairs = [(first + second) * (_PROBE_CHARACTERS // 2) for first, second in zip(characters, characters[1:])]
     return [*runs, *(f"{run}\0!" for run in runs), *pairs, "Plain text, \U0001f999? 12345"]

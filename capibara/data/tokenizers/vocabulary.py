@@ -36,8 +36,8 @@ from capibara.data.tokenizers.files import (
     OWN,
     SENTENCEPIECE_FILES,
     TOKENIZER_FILE,
-    beside,
     carried,
+    contents,
     end_ids,
     file_of,
     folder_of,
@@ -361,8 +361,8 @@ class SentencePieceVocabulary(Vocabulary):
 
     def own_files(self) -> OwnFiles:
         name = SENTENCEPIECE_FILES[0]
-        beside = carried(os.path.dirname(self.file))
-        files = {other: content for other, content in beside.items() if other not in SENTENCEPIECE_FILES}
+        carried_files = carried(os.path.dirname(self.file))
+        files = {other: content for other, content in carried_files.items() if other not in SENTENCEPIECE_FILES}
         return OwnFiles(files | {name: read_bytes(self.file)}, {self.path: f"{OWN}/{name}"}, (name,))
 
     @property
@@ -492,7 +492,7 @@ class TokenizerJsonVocabulary(Vocabulary):
         _check_sizes(self)
 
     def own_files(self) -> OwnFiles:
-        return OwnFiles(beside(self.path), {self.path: place_of(self.path)}, _DECIDING)
+        return OwnFiles(contents(self.path), {self.path: place_of(self.path)}, _DECIDING)
 
     @property
     def folder(self) -> str:

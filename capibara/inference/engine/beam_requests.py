@@ -75,7 +75,7 @@ class BeamSearcher:
           ProgramFault: the devices failed in the search for one of them.
         """
         try:
-            result = self._found(params, requests, how, rows)
+            result = self._searched(params, requests, how, rows)
         except BaseException as error:
             if ends_process(error) or isinstance(error, ProgramFault):
                 raise
@@ -92,7 +92,7 @@ class BeamSearcher:
                 _end(request, self._decodes(request, of_prompt), how)
         return [result.texts]
 
-    def _found(
+    def _searched(
         self, params: Params, requests: Sequence[Request], how: BeamSearch, rows: int
     ) -> beam_search.BeamResults:
         """Searches in `rows` rows; unused ones repeat the first prompt, and are done from the start.

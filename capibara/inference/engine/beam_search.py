@@ -88,7 +88,7 @@ class Programs(NamedTuple):
 
     begin: Callable[[Params, Batch, BeamRequests], tuple[State, jax.Array]]
     advance: Callable[[Params, State, BeamRequests, Any], tuple[State, jax.Array]]
-    found: Callable[[State], BeamResults]
+    results: Callable[[State], BeamResults]
 
 
 def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None, rules: Rules = Rules()) -> Programs:
@@ -115,7 +115,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         return state, known(jnp.all(state["done"]))
 
     def advance(params: Params, state: State, requests: BeamRequests, most: jax.Array) -> tuple[State, jax.Array]:
-        def one(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        def step(carried: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
             state, created = carried
             logits, cache = model.decode(params, state["last"].reshape(-1), state["cache"])
             return _laid_out(_chosen(logits, usable, state | {"cache": cache}, requests)), created + 1
@@ -123,10 +123,10 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         def goes_on(carried: tuple[State, jax.Array]) -> jax.Array:
             return ~jnp.all(carried[0]["done"]) & (carried[1] < most)
 
-        state, _ = jax.lax.while_loop(goes_on, one, (state, jnp.int32(0)))
+        state, _ = jax.lax.while_loop(goes_on, step, (state, jnp.int32(0)))
         return state, known(jnp.all(state["done"]))
 
-    def found(state: State) -> BeamResults:
+    def results(state: State) -> BeamResults:
         any_B1 = jnp.any(state["ended"], axis=1, keepdims=True)
         texts = jnp.where(any_B1[..., None], state["ended_texts"], state["texts"])
         scores = jnp.where(any_B1, state["scores"], state["log_p"])
@@ -134,7 +134,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         return known(BeamResults(texts, scores, there, state["steps"]))
 
     jit = functools.partial(on_mesh, mesh, rules)
-    return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), found=jit(found))
+    return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), results=jit(results))
 
 
 def search(programs: Programs, params: Params, batch: Batch, requests: BeamRequests) -> BeamResults:
@@ -149,7 +149,7 @@ def search(programs: Programs, params: Params, batch: Batch, requests: BeamReque
     state, done = programs.begin(params, batch, requests)
     while not bool(done):
         state, done = programs.advance(params, state, requests, np.int32(_STEPS))
-    return jax.device_get(programs.found(state))
+    return jax.device_get(programs.results(state))
 
 
 def beam_requests_of(
@@ -167,8 +167,8 @@ def _laid_out(state: State) -> State:
     B, K = state["last"].shape
 
     def of_cache(axes: tuple[str | None, ...], x: jax.Array) -> jax.Array:
-        apart = x.reshape(B, K, *x.shape[1:])
-        return sharding.constrain(apart, (axes[0], None, *axes[1:])).reshape(x.shape)
+        by_beam = x.reshape(B, K, *x.shape[1:])
+        return sharding.constrain(by_beam, (axes[0], None, *axes[1:])).reshape(x.shape)
 
     cache = jax.tree.map(of_cache, api.paged.axes(state["cache"]), state["cache"], is_leaf=tree.is_axes)
     names = lambda x: ("batch",) + (None,) * (x.ndim - 1)  # noqa: E731

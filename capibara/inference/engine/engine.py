@@ -131,7 +131,7 @@ class Engine:
         busy = self._core.scheduler.requests or self._core.runner.pending
         self._core.params.update(params, in_use=bool(busy) or self._loop.threaded)
 
-    def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None, beside: bool = False) -> None:
+    def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None, background: bool = False) -> None:
         """Compiles the programs for all prompt lengths, and the steps. Call it before `start`.
 
         Args:
@@ -139,7 +139,7 @@ class Engine:
           beside: returns when a step and the programs for short prompts are compiled, and compiles the others in a
             thread after `start`. On a mesh it compiles all of them.
         """
-        warm_up(self._core, self._config, self._length, self._encodes, self._inputs.request, show, beside)
+        warm_up(self._core, self._config, self._length, self._encodes, self._inputs.request, show, background)
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that a request that has it is submitted at once; thread-safe.

@@ -134,8 +134,8 @@ class Reader:
         tokens, counts = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)], counts[row] = ids, len(ids)
-        beside = self._adapters.of([self._adapters.number(adapter)] * rows)
-        return {"tokens": tokens, "counts": counts, "adapters": beside}
+        adapters = self._adapters.of([self._adapters.number(adapter)] * rows)
+        return {"tokens": tokens, "counts": counts, "adapters": adapters}
 
     def _check(self, ids: Sequence[int]) -> None:
         if self._encodes:

@@ -25,7 +25,7 @@ def warm_up(
     encodes: bool,
     request_of: Callable[..., Request],
     show: Callable[[int, int], None],
-    beside: bool,
+    background: bool,
 ) -> None:
     """Compiles the programs for prompts of all lengths, and the steps.
 
@@ -51,7 +51,7 @@ def warm_up(
         tasks = core.prompts.of_prompt(requests[0], None) if rows == 1 else [core.prompts.together(requests)]
         (first if rows == 1 and size <= PART_TOKENS and not likeliest else rest).extend(tasks)
     rest = [*few, *_of_prefixes(core, length), *rest, step(LIKELIEST)]
-    if not beside or core.on_mesh:
+    if not background or core.on_mesh:
         first, rest = [*first, *rest], []
     for done, task in enumerate(first):
         show(done, len(first))

@@ -36,7 +36,7 @@ class Visitors:
       any_host: whether any Host is accepted if `ServerConfig.allowed_hosts` is empty.
     """
 
-    own: frozenset[str] = frozenset()
+    addresses: frozenset[str] = frozenset()
     any_host: bool = False
 
     def check(self, headers: Headers, reached: str, config: ServerConfig) -> None:
@@ -68,7 +68,7 @@ class Visitors:
         if self.any_host and not config.allowed_hosts:
             return True
         allowed = {allowed_host.lower() for allowed_host in config.allowed_hosts}
-        return name in _LOOPBACK or name in self.own or name in allowed or name == bracketed(reached)
+        return name in _LOOPBACK or name in self.addresses or name in allowed or name == bracketed(reached)
 
     def _knows_origin(self, origin: str, host: str | None, reached: str, config: ServerConfig) -> bool:
         if origin.lower() in {allowed_origin.lower() for allowed_origin in config.allowed_origins}:

@@ -76,5 +76,5 @@ class PruneExperts(ExpertOperation):
         best = [
             np.sort(group[np.argsort(-scores[group], kind="stable")[:most]]) for group in operation.groups(place.moe)
         ]
-        kept = np.concatenate(best)
-        return {name: value[kept] for name, value in weights.items()}, [[int(expert)] for expert in kept]
+        retained = np.concatenate(best)
+        return {name: value[retained] for name, value in weights.items()}, [[int(expert)] for expert in retained]

@@ -57,7 +57,7 @@ def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs
         a, b = zip(*(_parts(tensor, pair, alpha, heads) for tensor, pair in of_tensor))
         of_experts = of_tensor[0][0].index is not None
         values[f"{name}.lora_a"], values[f"{name}.lora_b"] = (np.stack(x) if of_experts else x[0] for x in (a, b))
-    with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
+    with outputs.unwritable_told(path), partial.scratch(os.fspath(path)) as unfinished:
         _write(unfinished, family.arch, alpha, values)
         os.replace(unfinished, path)
     return len(stored)

@@ -138,9 +138,9 @@ def _q4_q5(blocks_NK: np.ndarray, most: int, first: float, steps: int) -> np.nda
         tops.append((top / _F32(63)).astype(np.float16))
     step, offset = ((top[:, None].astype(_F32) * of.astype(_F32)).reshape(-1) for top, of in zip(tops, small))
     level = np.clip(_nearest((x_VG + offset) / step), 0, most).astype(np.uint8)
-    if (gone := step == 0).any():  # too small for float16: keeps the levels found first
-        x = x_VG[:, gone]
-        level[:, gone] = _levels(x, made_of[0][gone], made_of[1][gone], most, np.empty_like(x))
+    if (vanished := step == 0).any():  # too small for float16: keeps the levels found first
+        x = x_VG[:, vanished]
+        level[:, vanished] = _levels(x, made_of[0][vanished], made_of[1][vanished], most, np.empty_like(x))
     levels = level.T.reshape(count, 8, 32)
     (scales, minima), high = small, levels >> 4
     parts = [

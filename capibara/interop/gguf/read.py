@@ -129,7 +129,7 @@ class GgufModel:
         stored = self._stored[tensor.stored]
         data = stored.data if tensor.index is None else stored.data[tensor.index]
         value = self._plain(data, stored)
-        if (scale := self._stored.get(_beside(stored.name, _SCALES[0]))) is not None:
+        if (scale := self._stored.get(_companion(stored.name, _SCALES[0]))) is not None:
             value = value * scale.data[tensor.index or 0]
         return gguf_tensors.to_checkpoint(value, tensor.change, self._heads).reshape(tensor.part_shape)
 
@@ -195,7 +195,7 @@ class GgufModel:
     def _scales(self) -> dict[str, Shape]:
         """The shapes of scales that may be beside weights in NVFP4: of their values, and of activations in FP4."""
         return {
-            _beside(name, part): tuple(stored.shape[2:]) or (1,)
+            _companion(name, part): tuple(stored.shape[2:]) or (1,)
             for name, stored in self._stored.items()
             for part in _SCALES
             if stored.tensor_type.name == "NVFP4"
@@ -228,7 +228,7 @@ def _plain(shape: Shape) -> Shape:
     return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
-def _beside(name: str, part: str) -> str:
+def _companion(name: str, part: str) -> str:
     """The name of a tensor beside a weight."""
     return f"{name.removesuffix('weight')}{part}"
 

@@ -59,7 +59,7 @@ def write_gguf(
     values = {f"{family.arch}.{key}": value for key, value in gguf_metadata.write(config, family).items()}
     values |= {f"general.{key}": value for key, value in model_card.general(about or {}, config).items()}
     values |= {f"tokenizer.{key}": value for key, value in gguf_vocabulary.metadata(tokenizer, config).items()}
-    with outputs.unwritable_told(path), partial.beside(os.fspath(path)) as unfinished:
+    with outputs.unwritable_told(path), partial.scratch(os.fspath(path)) as unfinished:
         _File(unfinished, family, config, named, values, gguf_types.Types.of(dtype, config, family, named)).write(
             tensors, show
         )

@@ -79,11 +79,16 @@ def check_copies(foreign: ForeignTensors, stored: Mapping[str, str]) -> None:
       UserError: two differ.
     """
     for name, of in copies(foreign.config).items():
-        copy, own = stored.get(name), stored.get(of)
-        if copy is None or own is None or copy == own or np.array_equal(foreign.read(copy), foreign.read(own)):
+        copy, original = stored.get(name), stored.get(of)
+        if (
+            copy is None
+            or original is None
+            or copy == original
+            or np.array_equal(foreign.read(copy), foreign.read(original))
+        ):
             continue
         text = wrappers.text_part(foreign.config)
         raise UserError(
-            f"{copy} differs from {own}, and capibara's {text['model_type']} has one for both: set "
+            f"{copy} differs from {original}, and capibara's {text['model_type']} has one for both: set "
             f"{FAMILIES[text['model_type']].mtp_key} = 0 in config.json, which leaves multi-token prediction out"
         )

@@ -405,8 +405,8 @@ def unused(rows: Rows, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
     deepest = max(depths.values(), default=0)
     layers = {row: range(deepest) if row.layers is None else row.layers for row in depths}
     normed = [(row.name, row.layers) for row in rows if row.ours[0] == OUTPUT_NORM and row.layers]
-    beside = {name.format(l=n) for name, layers_of in normed for n in range(max(layers_of)) if n not in layers_of}
-    return beside | {row.name.format(l=layer) for row, depth in depths.items() for layer in layers[row][depth:]}
+    absent = {name.format(l=n) for name, layers_of in normed for n in range(max(layers_of)) if n not in layers_of}
+    return absent | {row.name.format(l=layer) for row, depth in depths.items() for layer in layers[row][depth:]}
 
 
 def _depth_varies(row: Tensor) -> bool:

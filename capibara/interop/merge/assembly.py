@@ -95,13 +95,13 @@ def _deeper(layers: Sequence[tuple[int, int]], configs: Sequence[DecoderConfig],
                 f"layers has {start}:{end}, must end at {config.num_layers}, the number of layers of {path}, or before"
             )
         pattern = config.layer_pattern
-        own = [pattern[layer % len(pattern)] for layer in range(start, end)]
-        kinds += own
+        of_layers = [pattern[layer % len(pattern)] for layer in range(start, end)]
+        kinds += of_layers
         if config.rope != configs[0].rope:
             logging.getLogger(__name__).warning(
                 "%s has another rope than %s: the result has that of %s", path, *[paths[0]] * 2
             )
-        if "local" in own:
+        if "local" in of_layers:
             windows[config.window] = path
     if len(windows) > 1:
         (first, item), (second, other), *_ = windows.items()

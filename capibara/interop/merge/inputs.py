@@ -59,13 +59,13 @@ def described(path: str, base: str | None, reader: ModelReader) -> Described:
     path = hub.local_path(path)
     if not stores.of(path).has_local_paths and (path.endswith(".gguf") or not reader.is_run(path)):
         path = open_model.local_model(path)
-    beside = None
+    base_folder = None
     if adapters.is_adapter(path):
         named = peft_fields.read(path).get("base_model_name_or_path")
-        beside = adapters.base_of(path, None if named and os.path.exists(named) else base)
-    source = conversion.described(path, beside, reader)
+        base_folder = adapters.base_of(path, None if named and os.path.exists(named) else base)
+    source = conversion.described(path, base_folder, reader)
     if isinstance(source, OurModel):
-        return Described(path, source, source.model, beside)
+        return Described(path, source, source.model, base_folder)
     model = api.build(hf_config.from_hf(source.config))
     open_model.check(source, model)
     return Described(path, source, model)

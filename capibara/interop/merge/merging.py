@@ -162,15 +162,15 @@ def merge(
     result_type = like.config["model_type"]
     parts = assembly.parts_of(merge.method, like.model, result_type, models[0])
     names = assembly.names_of(merge.method, models[0], result_type)
-    with partial.beside(os.path.abspath(target) + ".models") as spool:
+    with partial.scratch(os.path.abspath(target) + ".models") as spool:
         opened: dict[str, Tensors] = {}  # a model that is named twice is read once
         for i, item in enumerate(models):
             if item.path not in opened:
                 opened[item.path] = _tensors(item, os.path.join(spool, str(i)), names, reader, show)
         tensors = [opened[model.path] for model in models]
         base = tensors[-1] if merge.base is not None else None
-        own, stored = tensors[: len(merge.models)], _dtype(models)
-        merged = MergedModel(own, base, merge.method, merge.seed, like, parts, stored, show)
+        of_models, stored = tensors[: len(merge.models)], _dtype(models)
+        merged = MergedModel(of_models, base, merge.method, merge.seed, like, parts, stored, show)
         summary = conversion.write(merged, target, form, dtype, reader.save)
         outputs.save(report, json.dumps(_report(merge, tensors, merged), indent=1) + "\n")
     return f"{summary}; {merge.method.name} of {_count(merge.models)}, see {report}"

@@ -90,12 +90,12 @@ def _stacked_pairs(row: Tensor, values: Mapping[str, Any], lora: Lora) -> Iterat
     for path in row.ours:
         if f"{path}_lora/b" not in values:
             continue
-        what = path.rpartition("/")[2]
-        beside = {other.rpartition("/")[2] for other in row.ours if f"{other}_lora/b" in values}
-        first = f"{path.rpartition('/')[0]}/{lora.first_of(path, beside)}"
+        last = path.rpartition("/")[2]
+        siblings = {other.rpartition("/")[2] for other in row.ours if f"{other}_lora/b" in values}
+        first = f"{path.rpartition('/')[0]}/{lora.first_of(path, siblings)}"
         a_LEIR, b_LERO = (np.asarray(values[f"{item}_lora/{part}"]) for item, part in ((first, "a"), (path, "b")))
         for layer, (a_EIR, b_ERO) in enumerate(zip(a_LEIR, b_LERO, strict=True)):
-            name = f"{row.name.format(l=layer).rpartition('.')[0]}.{what}_proj.weight"
+            name = f"{row.name.format(l=layer).rpartition('.')[0]}.{last}_proj.weight"
             yield Pair(name, np.swapaxes(a_EIR, 1, 2), np.swapaxes(b_ERO, 1, 2), lora.scale_of(path))
 
 

@@ -115,11 +115,11 @@ def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape],
       UserError: PEFT's adapter of the tensor cannot represent them.
     """
     held = [path for path in row.ours if f"{path}_lora/b" in values]
-    beside = {path.rpartition("/")[2] for path in held}
+    siblings = {path.rpartition("/")[2] for path in held}
     parts: dict[str, Values] = {path: {} for path in row.ours}
     for path in held:
         for part in PARTS:
-            first = lora.first_of(path, beside) if part == "a" else path.rpartition("/")[2]
+            first = lora.first_of(path, siblings) if part == "a" else path.rpartition("/")[2]
             name = f"{path.rpartition('/')[0]}/{first}_lora/{part}"
             if name in values:
                 parts[path][part] = np.asarray(values[name])

@@ -26,14 +26,14 @@ def of_encoder_decoder(shapes: Mapping[str, Shape], gated: bool, each_positions:
     """
     table, query = f"{_SELF}relative_attention_bias.weight", f"{_SELF}q.weight"
     up = f"encoder.block.0.layer.1.DenseReluDense.{'wi_0' if gated else 'wi'}.weight"
-    for name, what in (
+    for name, meaning in (
         ("shared.weight", "token_embedder/embedding"),
         (table, "encoder/relpos_bias/rel_embedding"),
         (query, "attention/query/kernel of the first layer"),
         (up, "mlp/wi of the first layer"),
     ):
         if name not in shapes:
-            raise UserError(f"{path} has no {what}: it is incomplete, or no T5")
+            raise UserError(f"{path} has no {meaning}: it is incomplete, or no T5")
     _check_matrices(shapes, path, table, "shared.weight", query, up)
     buckets, heads = shapes[table]
     count = lambda side: len({name.split(".")[2] for name in shapes if name.startswith(f"{side}.block.")})  # noqa: E731

@@ -134,7 +134,7 @@ class _Reading:
 
     def _take(self, statement: Statement, path: str, around: tuple[str, ...]) -> None:
         if statement.include is not None:
-            self.file(self._found(statement.include, path), around)
+            self.file(self._resolved(statement.include, path), around)
         elif statement.module is not None:
             self.modules.append(statement.module)
         elif statement.parameter:
@@ -142,7 +142,7 @@ class _Reading:
         else:
             self.macros[f"{statement.scope}/{statement.owner}".lstrip("/")] = statement.value
 
-    def _found(self, name: str, path: str) -> str:
+    def _resolved(self, name: str, path: str) -> str:
         if os.path.isabs(name) or ".." in name.split("/"):
             raise UserError(
                 f"{path} includes {name!r}, must be a file below T5X's repository: write its path from there"
@@ -171,7 +171,7 @@ class _Bindings:
         self.left, self._macros, self.modules = dict(reading.bound), reading.macros, reading.modules
         self.lines: list[str] = []
         self.notes: list[str] = []
-        self.kept: dict[str, str] = {}
+        self.retained: dict[str, str] = {}
 
     def value(self, value: object) -> Any:
         """With macros followed."""
@@ -207,7 +207,7 @@ class _Bindings:
         if macro is None:
             self.put(ours, value, _shown(scope, owner, name))
         else:
-            self.kept[macro] = str(value) if isinstance(value, Text) else repr(value)
+            self.retained[macro] = str(value) if isinstance(value, Text) else repr(value)
             self.lines.append(f"{ours} = %{macro}  # {_shown(scope, owner, name)}")
         return value
 
@@ -241,7 +241,7 @@ def _translated(run: _Bindings) -> Translated:
             run.notes.append(f"{_shown(scope, owner, name)} is not written: {where}")
     left = tuple(_shown(*key) for key in run.left)
     rest = [f"# {name} has no place in capibara" for name in left]
-    macros = [f"{name} = {value}" for name, value in run.kept.items()]
+    macros = [f"{name} = {value}" for name, value in run.retained.items()]
     return Translated("\n".join([*head, "", *macros, *run.lines, *rest]) + "\n", tuple(run.notes), left)
 
 

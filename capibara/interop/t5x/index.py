@@ -117,7 +117,7 @@ def zarr(path: str) -> dict[str, Any]:
 
 def _collect(node: object, prefix: str, put: Callable[[str, Leaf], None], index: str) -> None:
     if isinstance(node, str) and node.startswith(_PLACEHOLDER):
-        put(prefix, _own(node.removeprefix(_PLACEHOLDER), index))
+        put(prefix, _specification(node.removeprefix(_PLACEHOLDER), index))
     elif isinstance(node, Mapping) and _CHUNKED in node:
         parts = [node["chunks"][str(i)] for i in range(len(node["chunks"]))]
         shape = [node["shape"][str(i)] for i in range(len(node["shape"]))]
@@ -126,7 +126,7 @@ def _collect(node: object, prefix: str, put: Callable[[str, Leaf], None], index:
         path = node["kvstore"].get("path", node.get("path"))  # outside of kvstore until TensorStore 0.1.14
         if not isinstance(path, str):
             raise ValueError(f"{prefix} has the path {limits.shortened(path)}")
-        put(prefix, _own(path, index))
+        put(prefix, _specification(path, index))
     elif isinstance(node, Mapping):
         for name, inner in node.items():
             if not isinstance(name, str | int) or len(prefix) > _NAME:
@@ -138,7 +138,7 @@ def _collect(node: object, prefix: str, put: Callable[[str, Leaf], None], index:
         raise ValueError(f"{prefix} is {type(node).__name__}, not an array")
 
 
-def _own(path: str, index: str) -> dict[str, Any]:
+def _specification(path: str, index: str) -> dict[str, Any]:
     """The specification of an array beside the index, the only location allowed."""
     limits.inside(os.path.dirname(index), path.removesuffix("/"), index, links=False)
     return zarr(path)

@@ -31,11 +31,13 @@ def _side(side: str, attentions: Mapping[str, str], gated: bool) -> dict[str, tu
     """Our parameter -> (T5X's name, its dimensions), for the encoder or the decoder."""
     theirs, ours = f"{side}/layers_{{l}}/", f"{side}/layers/"
     result = {}
-    for own, (name, norm) in zip(("attention", "cross_attention"), attentions.items()):
-        result[f"{ours}{own}_norm/scale"] = (f"{theirs}{norm}/scale", "d")
-        result |= {f"{ours}{own}/{part}": (f"{theirs}{name}/{part}/kernel", dims) for part, dims in _ATTENTION.items()}
+    for ours_name, (name, norm) in zip(("attention", "cross_attention"), attentions.items()):
+        result[f"{ours}{ours_name}_norm/scale"] = (f"{theirs}{norm}/scale", "d")
+        result |= {
+            f"{ours}{ours_name}/{part}": (f"{theirs}{name}/{part}/kernel", dims) for part, dims in _ATTENTION.items()
+        }
     into = {"gate": "wi_0", "up": "wi_1"} if gated else {"up": "wi"}
-    result |= {f"{ours}mlp/{own}": (f"{theirs}mlp/{name}/kernel", "d f") for own, name in into.items()}
+    result |= {f"{ours}mlp/{ours_name}": (f"{theirs}mlp/{name}/kernel", "d f") for ours_name, name in into.items()}
     result[f"{ours}mlp/down"] = (f"{theirs}mlp/wo/kernel", "f d")
     result[f"{ours}mlp_norm/scale"] = (f"{theirs}pre_mlp_layer_norm/scale", "d")
     result[f"{side}/relative_bias/table"] = (f"{side}/relpos_bias/rel_embedding", "n r")

@@ -78,7 +78,7 @@ class T5xModel:
         self._rows = t5x_names.decoder_rows(self._gated)
         if not self._is_decoder:
             self._rows = t5x_names.rows(self._gated, self._each_positions)
-        self._tensors = self._found()
+        self._tensors = self._located()
         recorded, self.computing = t5x_names.config_of(network), t5x_names.computing_of(network)
         unsaid = {
             "activation": "feed_forward_proj" not in recorded,
@@ -174,7 +174,7 @@ class T5xModel:
         with _corruption_reported(self.path, stored):
             return self._arrays.about(leaf)
 
-    def _found(self) -> dict[str, tuple[str, int | None, Shape]]:
+    def _located(self) -> dict[str, tuple[str, int | None, Shape]]:
         """Hugging Face's name -> (T5X's tensor, the layer in it, the shape of that in Hugging Face's order)."""
         rows = self._rows
         result: dict[str, tuple[str, int | None, Shape]] = {}

@@ -24,14 +24,14 @@ def gin_of(folder: str) -> str | None:
 def vocabulary_of(folder: str, gin: str | None, text: str | None) -> dict[str, bytes]:
     """The SentencePiece model that config.gin (its path and text are passed) names, or one beside it; may be empty."""
     named = None if text is None else t5x_names.vocabulary_of(text)
-    beside = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
-    for path in filter(None, [_own(gin, named), *beside]):
+    candidates = [os.path.join(folder, *up, name) for up in ((), (os.pardir,)) for name in _VOCABULARIES]
+    for path in filter(None, [_named_file(gin, named), *candidates]):
         if os.path.isfile(path):
             return {"spiece.model": limits.read(limits.own_file(*os.path.split(path)))}
     return {}
 
 
-def _own(gin: str | None, named: str | None) -> str | None:
+def _named_file(gin: str | None, named: str | None) -> str | None:
     """The path of a file that config.gin names, if it is in its folder: no other file is opened."""
     if gin is None or named is None or not os.path.isfile(path := os.path.join(os.path.dirname(gin), named)):
         return None

@@ -29,7 +29,7 @@ class Places:
         self._connect, self._rules, self._say = connect, rules, say
         self._open: dict[str, Place] = {}
         self._denied: dict[str, _Denial] = {}
-        self._said = ""
+        self._last_error = ""
 
     @staticmethod
     def of(record: Record) -> str:
@@ -48,9 +48,9 @@ class Places:
                 self.deny(key, error)
                 return None
             except TryAgain as error:
-                if str(error) != self._said:
+                if str(error) != self._last_error:
                     self._say(f"{error}: tried again")
-                self._said = str(error)
+                self._last_error = str(error)
                 return None
             self._open[key] = Place(system, Lifecycle.of(system, self._rules))
         return self._open[key]

@@ -160,7 +160,7 @@ class Records:
     """
 
     def __init__(self, path: pathlib.Path, say: Callable[[str], None] = print):
-        self._say, self._told, faults = say, set[str](), dict[str, str]()
+        self._say, self._reported, faults = say, set[str](), dict[str, str]()
         with _named(path):
             path = path.resolve()  # else a link would have a lock of its own
             self.path, self._lock = path, threading.RLock()
@@ -186,8 +186,8 @@ class Records:
             )
 
     def _say_once(self, text: str, about: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
+        if about not in self._reported:
+            self._reported.add(about)
             self._say(text)
 
     def quarantined(self) -> list[pathlib.Path]:

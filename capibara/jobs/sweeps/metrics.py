@@ -63,7 +63,7 @@ class Metric:
         """
         path = f"{model_dir}/{_FILE}"
         try:
-            return self._of_lines(stores.of(path).lines(outputs.own(model_dir, _FILE)))
+            return self._of_lines(stores.of(path).lines(outputs.path_in(model_dir, _FILE)))
         except FileNotFoundError:
             return Report()
         except UserError:  # a link out of the folder, a pipe, a line without end

@@ -204,10 +204,10 @@ class SshHosts(System):
         def tail(host: str) -> list[str]:
             folder, lines = self._backend.path(spec.name, host), _LOG_LINES if host == self._hosts[0] else _MORE_LINES
             script = _TAIL.format(folder=folder, attempt=attempt, mark=MARK, lines=lines, bytes=_LOG_BYTES)
-            said = self._run(host, script).splitlines()
-            if MARK not in said:
+            printed = self._run(host, script).splitlines()
+            if MARK not in printed:
                 return [f"{host} has no log of this attempt in {self._backend.folder}/{spec.name}"]
-            return said[said.index(MARK) + 1 :]
+            return printed[printed.index(MARK) + 1 :]
 
         tails, faults = self._each(tail)
         if not tails:
@@ -393,13 +393,13 @@ def _read(host: str, output: str) -> list[_Seen]:
         is_whole = not fields
         if len(fields) != 3:
             continue
-        state, began, description = fields
+        state, begin_s, description = fields
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # a file that was changed by hand
             known = json.loads(description)
             labels = {str(key): str(value) for key, value in known["labels"].items()}
             if "capibara-job" in labels:
                 hosts = [*map(str, known["hosts"])]
-                result.append(_Seen(host=host, state=state, began_s=float(began), labels=labels, hosts=hosts))
+                result.append(_Seen(host=host, state=state, began_s=float(begin_s), labels=labels, hosts=hosts))
     if not is_whole:
         raise Busy(f"{host} has sent a part of its answer only")
     return result

@@ -155,8 +155,8 @@ class CustomJobs(System):
         if resource.phase.has_ended or resource.phase is Phase.DELETING:
             return
         # NotFound: it is gone; BadRequest, of which FailedPrecondition is one: it has ended meanwhile.
-        gone = contextlib.suppress(exceptions.NotFound, exceptions.BadRequest)
-        with self._place.errors("cancel", f"job {resource.job}"), gone:
+        is_deleted = contextlib.suppress(exceptions.NotFound, exceptions.BadRequest)
+        with self._place.errors("cancel", f"job {resource.job}"), is_deleted:
             self._client.cancel_custom_job(name=resource.id, retry=None, timeout=CALL_S)
 
     def log(self, spec: JobSpec, resource: Resource) -> Iterator[str]:

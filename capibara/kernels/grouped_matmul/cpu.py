@@ -36,12 +36,12 @@ def _over_tiles(sizes_G: jax.Array, rows: int, tile: int, body: Body, carry: jax
         group = jnp.minimum(group, len(sizes_G) - 1)
         start = starts[group] + (index - (last_G - count_G)[group]) * size
 
-        def one(
+        def of_tile(
             i: jax.Array, carry: jax.Array, size: int = size, group: jax.Array = group, start: jax.Array = start
         ) -> jax.Array:
             return body(group[i], start[i], ends[group[i]], size, carry)
 
-        carry = jax.lax.fori_loop(0, last_G[-1], one, carry)
+        carry = jax.lax.fori_loop(0, last_G[-1], of_tile, carry)
     return carry
 
 

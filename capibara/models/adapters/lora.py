@@ -372,8 +372,8 @@ def attach(model: nnx.Module, lora: Lora, rngs: nnx.Rngs, some: tree.LayersOf = 
             raise UserError(f"Lora.modules_to_save has {name}, which has an adapter: remove it from one of the two")
         if name in chosen:
             weight = getattr(owner, key)[...].astype(jnp.float32)
-            beside = {other.rpartition("/")[2] for other in chosen if result[other][0] is owner}
-            first = getattr(owner, lora.first_of(name, beside) + SUFFIX, None)
+            siblings = {other.rpartition("/")[2] for other in chosen if result[other][0] is owner}
+            first = getattr(owner, lora.first_of(name, siblings) + SUFFIX, None)
             setattr(owner, key + SUFFIX, Adapter(name, lora, weight, param.axes, rngs, first, some))
     if lora.trainable_tokens:
         table_VD = cast(trainable_tokens.Embedding, model).embedding[...]

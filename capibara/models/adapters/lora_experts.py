@@ -70,7 +70,7 @@ class Factors:
         assert rows.tokens is not None and self.step is not None, "dropout depends on both"
         seeds, tokens = jnp.broadcast_arrays(rows.of_experts(self.seeds[:, None]), rows.tokens)
         features = start + jnp.arange(x.shape[-1], dtype=jnp.int32)
-        retained = _kept(seeds.reshape(-1), self.step, tokens.reshape(-1), features, self.dropout).reshape(x.shape)
+        retained = _mask(seeds.reshape(-1), self.step, tokens.reshape(-1), features, self.dropout).reshape(x.shape)
         return jnp.where(retained, x / (1 - self.dropout), jnp.zeros((), x.dtype))
 
     def specs(self, experts: Names | None, hidden: Names | None, *, hidden_inputs: bool) -> Factors:
@@ -98,7 +98,7 @@ class Rows:
     tokens: jax.Array | None
 
 
-def _kept(seeds_M: jax.Array, step: jax.Array, tokens_M: jax.Array, features_K: jax.Array, dropout: float) -> jax.Array:
+def _mask(seeds_M: jax.Array, step: jax.Array, tokens_M: jax.Array, features_K: jax.Array, dropout: float) -> jax.Array:
     """[M, K] bool: which inputs dropout keeps. Depends on the token and the feature, not on their location."""
 
     def of_row(seed: jax.Array, token: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ def merge(params: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) 
     if lora is None:
         return params
 
-    def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+    def merged(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
             return weight
         if trainable_tokens.PART in adapter:
@@ -41,7 +41,7 @@ def merge(params: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) 
         lengths = jnp.sqrt(jnp.sum(jnp.square(weight), dims))
         return weight * jnp.expand_dims(adapter["magnitude"] / lengths, dims)
 
-    return _over_weights(_as_arrays(params, axes, lora), axes, lora, one)
+    return _over_weights(_as_arrays(params, axes, lora), axes, lora, merged)
 
 
 def base(params: Params, lora: Lora, axes: Params) -> Params:
@@ -68,25 +68,27 @@ def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: Params, s
     if lora.trainable_tokens:
         raise UserError("Lora.trainable_tokens has replaced rows, which cannot be recovered: keep the base beside it")
 
-    def one(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+    def unmerged(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
         if adapter is None:
             return weight
         return weight - _product(adapter, weight.shape, stack_dims(axes), lora, name, some)
 
-    return _over_weights(_with_adapters(merged, adapters), axes, lora, one)
+    return _over_weights(_with_adapters(merged, adapters), axes, lora, unmerged)
 
 
-def _over_weights(params: Params, axes: Params, lora: Lora, one: Callable[..., jax.Array], prefix: str = "") -> Params:
+def _over_weights(
+    params: Params, axes: Params, lora: Lora, change: Callable[..., jax.Array], prefix: str = ""
+) -> Params:
     """Maps each parameter to `one(name, weight, its adapter or None, its axes)`; leaves the adapters out."""
     plain = {}
     for key, value in params.items():
         if key.endswith(SUFFIX):
             continue
         if isinstance(value, dict):
-            plain[key] = _over_weights(value, axes[key], lora, one, f"{prefix}{key}/")
+            plain[key] = _over_weights(value, axes[key], lora, change, f"{prefix}{key}/")
         else:
             of_weight = axes[key]["codes"] if isinstance(axes[key], dict) else axes[key]
-            plain[key] = one(prefix + key, value, whole(params, key, lora), of_weight)
+            plain[key] = change(prefix + key, value, whole(params, key, lora), of_weight)
     return plain
 
 
@@ -101,8 +103,8 @@ def whole(params: Params, key: str, lora: Lora) -> Params | None:
     adapter = params.get(key + SUFFIX)
     if adapter is None or "a" in adapter or trainable_tokens.PART in adapter:
         return adapter
-    beside = {name.removesuffix(SUFFIX) for name in params if name.endswith(SUFFIX)}
-    return adapter | {"a": params[lora.first_of(key, beside) + SUFFIX]["a"]}
+    adapted = {name.removesuffix(SUFFIX) for name in params if name.endswith(SUFFIX)}
+    return adapter | {"a": params[lora.first_of(key, adapted) + SUFFIX]["a"]}
 
 
 def _as_arrays(params: Params, axes: Params, lora: Lora) -> Params:

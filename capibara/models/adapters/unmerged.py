@@ -143,8 +143,8 @@ def stack_factors(
         _, part, last = name.split("/")
         scaled = any(name in of_one for of_one in gains)
         for layer, values in enumerate(result):
-            own = {"a": a[layer].astype(dtype), "b": b[layer].astype(dtype)}
-            values.setdefault(part, {})[last] = own | ({"gain": gain[layer]} if scaled else {})
+            of_layer = {"a": a[layer].astype(dtype), "b": b[layer].astype(dtype)}
+            values.setdefault(part, {})[last] = of_layer | ({"gain": gain[layer]} if scaled else {})
     return result
 
 
@@ -158,18 +158,21 @@ def axes_of(model: PlainModel, layers: tuple[Params, ...]) -> tuple[Params, ...]
         return {name: every[name] for name in factors}
 
     return tuple(
-        {part: {last: of_weight(part, last, own) for last, own in of_part.items()} for part, of_part in layer.items()}
+        {
+            part: {last: of_weight(part, last, weight_axes) for last, weight_axes in of_part.items()}
+            for part, of_part in layer.items()
+        }
         for layer in layers
     )
 
 
-def attach(block: nnx.Module, beside: BatchAdapters | None, layer: int) -> None:
+def attach(block: nnx.Module, adapters: BatchAdapters | None, layer: int) -> None:
     """Attaches one layer's adapters to the parts of a bound block, for the rows that it reads next."""
-    if beside is None:
+    if adapters is None:
         return
-    for part, weights in beside.layers[layer].items():
+    for part, weights in adapters.layers[layer].items():
         for name, factors in weights.items():
-            setattr(getattr(block, part), name + SUFFIX, _RowAdapters(factors, beside.of_row))
+            setattr(getattr(block, part), name + SUFFIX, _RowAdapters(factors, adapters.of_row))
 
 
 class _RowAdapters:
@@ -226,8 +229,8 @@ def _factors(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
     names = [name.removesuffix(_END) for name in flat if name.endswith(_END)]
     for name in names:
         owner = name.rpartition("/")[0]
-        beside = {other.rpartition("/")[2] for other in names if other.rpartition("/")[0] == owner}
-        a = np.asarray(flat[f"{owner}/{adapter.lora.first_of(name, beside)}{SUFFIX}/a"], np.float32)
+        siblings = {other.rpartition("/")[2] for other in names if other.rpartition("/")[0] == owner}
+        a = np.asarray(flat[f"{owner}/{adapter.lora.first_of(name, siblings)}{SUFFIX}/a"], np.float32)
         b = np.asarray(flat[name + _END], np.float32)
         scales = np.asarray(adapter.lora.of_layers(name, range(len(b)))[1], np.float32)
         result[name] = a, b * scales.reshape(-1, *(1,) * (b.ndim - 1)), flat.get(f"{name}{SUFFIX}/magnitude")

@@ -58,9 +58,9 @@ def empty(rows: Cache, length: int, sizes: Sizes) -> Cache:
     return {"lengths": jnp.zeros(rows["lengths"].shape, jnp.int32), "layers": tuple(map(layer, rows["layers"]))}
 
 
-def axes(kept: Cache) -> Any:
+def axes(cache: Cache) -> Any:
     """The logical axes of every array of a cache, paged or dense; every device that has slots has all pages."""
-    named = dense.axes(kept)
+    named = dense.axes(cache)
     layers = tuple(
         {name: (None, *of[1:]) if name.endswith("_pages") else of for name, of in layer.items()}
         for layer in named["layers"]
@@ -68,7 +68,7 @@ def axes(kept: Cache) -> Any:
     return named | {"layers": layers}
 
 
-def capacity(kept: Cache) -> int:
+def capacity(cache: Cache) -> int:
     """The most tokens that a row of a cache, paged or dense, has room for; 0: no layer keeps keys."""
 
     def of_layer(layer: LayerCache) -> int:
@@ -76,7 +76,7 @@ def capacity(kept: Cache) -> int:
             return layer["key_pages"].shape[2] * layer["table"].shape[1]
         return layer["key"].shape[2]
 
-    return max((of_layer(layer) for layer in kept["layers"] if has_keys(layer)), default=0)
+    return max((of_layer(layer) for layer in cache["layers"] if has_keys(layer)), default=0)
 
 
 def shares(rows: Cache, length: int) -> bool:
@@ -94,24 +94,24 @@ def is_paged(layer: LayerCache) -> bool:
     return "key_pages" in layer
 
 
-def with_table(kept: Cache, table: jax.Array | None) -> Cache:
+def with_table(cache: Cache, table: jax.Array | None) -> Cache:
     """The cache as a model reads it, with the page table in its paged layers; None: the cache has no pages."""
     if table is None:
-        return kept
-    layers = tuple(layer | {"table": table} if is_paged(layer) else layer for layer in kept["layers"])
-    return kept | {"layers": layers}
+        return cache
+    layers = tuple(layer | {"table": table} if is_paged(layer) else layer for layer in cache["layers"])
+    return cache | {"layers": layers}
 
 
-def without_table(kept: Cache) -> Cache:
+def without_table(cache: Cache) -> Cache:
     """The cache as it is stored between steps, without the page table."""
-    layers = tuple({name: x for name, x in layer.items() if name != "table"} for layer in kept["layers"])
-    return kept | {"layers": layers}
+    layers = tuple({name: x for name, x in layer.items() if name != "table"} for layer in cache["layers"])
+    return cache | {"layers": layers}
 
 
-def put_row(kept: Cache, row: Cache, slot: jax.Array, table: jax.Array | None) -> Cache:
+def put_row(cache: Cache, row: Cache, slot: jax.Array, table: jax.Array | None) -> Cache:
     """Copies a cache of one row into a slot; tokens beyond the slot's pages go to page 0."""
     if table is None:
-        return dense.put_rows(kept, row, slot)
+        return dense.put_rows(cache, row, slot)
 
     def put(layer: LayerCache, new: LayerCache) -> LayerCache:
         if not is_paged(layer):
@@ -124,8 +124,8 @@ def put_row(kept: Cache, row: Cache, slot: jax.Array, table: jax.Array | None) -
         state = {name: x for name, x in layer.items() if of_state(name)}
         return pools | dense.put_rows(state, {name: new[name] for name in state}, slot)
 
-    lengths = dense.put_rows(kept["lengths"], row["lengths"], slot)
-    return kept | {"lengths": lengths, "layers": tuple(map(put, kept["layers"], row["layers"]))}
+    lengths = dense.put_rows(cache["lengths"], row["lengths"], slot)
+    return cache | {"lengths": lengths, "layers": tuple(map(put, cache["layers"], row["layers"]))}
 
 
 def _put(pool: jax.Array, new_KSx: jax.Array, table_M: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ def _put(pool: jax.Array, new_KSx: jax.Array, table_M: jax.Array) -> jax.Array:
     return pool.at[table_M[:M]].set(new_MKPx, mode="promise_in_bounds")
 
 
-def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> Cache:
+def row(cache: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> Cache:
     """Copies one slot of the cache as a row, cut to its first `length` tokens."""
 
     def of_slot(x: jax.Array) -> jax.Array:
@@ -153,8 +153,8 @@ def row(kept: Cache, slot: jax.Array, length: int, table: jax.Array | None) -> C
         pools = {name: layer[f"{name}_pages"] for name in _NAMES if f"{name}_pages" in layer}
         return state | {name: cached_attention.gathered(pool, pages)[:, :, :length] for name, pool in pools.items()}
 
-    rest = {name: of_slot(x) for name, x in kept.items() if name != "layers"}
-    return rest | {"layers": tuple(map(of_layer, kept["layers"]))}
+    rest = {name: of_slot(x) for name, x in cache.items() if name != "layers"}
+    return rest | {"layers": tuple(map(of_layer, cache["layers"]))}
 
 
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, now: PrefillInputs) -> LayerCache:

@@ -75,14 +75,14 @@ class _LookupAxes(NamedTuple):
 
     Attributes:
       mesh: the active mesh.
-      kept: axes of the rows that do not shard columns.
+      sharded: axes of the rows that do not shard columns.
       moved, time: axes of rows and of positions, which also shard columns; the exchange moves columns to them.
       vocab, embed: axes of the table's rows and columns.
       scattered: whether positions of the result are also sharded along the vocabulary's axes.
     """
 
     mesh: ActiveMesh
-    kept: tuple[str, ...]
+    sharded: tuple[str, ...]
     moved: tuple[str, ...]
     time: tuple[str, ...]
     vocab: tuple[str, ...]

@@ -116,7 +116,7 @@ class _Places:
             lambda v, places: v[: periods * len(places)].reshape(periods, len(places), *v.shape[1:]), values
         )
 
-    def one(self, values: PyTree, index: int) -> PyTree:
+    def layer(self, values: PyTree, index: int) -> PyTree:
         """The parameters of the layer with this index in the span."""
         period, place = divmod(index, len(self._every))
         return self._map(lambda v, places: v[period * len(places) + places.index(place)], values, place)
@@ -155,7 +155,7 @@ def run(
     *,
     all_trained: bool = False,
     numbered: bool = False,
-    beside: PyTree | None = None,
+    of_layers: PyTree | None = None,
     span: tuple[int, int] | None = None,
     some: tree.LayersOf = MappingProxyType({}),
     repeats: int = 1,
@@ -184,19 +184,19 @@ def run(
     values: Params = nnx.to_pure_dict(state)
     (start, stop), group = span or (0, depth(values)), len(pattern)
     values, count = values if span is None else _of_span(values, start, stop, some), stop - start
-    own = jnp.arange(start, start + count, dtype=jnp.int32) if numbered else beside
+    per_layer = jnp.arange(start, start + count, dtype=jnp.int32) if numbered else of_layers
 
-    def one(kind: _Kind, in_scan: bool) -> _Body:
+    def body_of(kind: _Kind, in_scan: bool) -> _Body:
         def body(x: jax.Array, layer: PyTree, rows: _Rows) -> tuple[jax.Array, Stats]:
-            parts, layer = ((), layer) if own is None else ((layer[0],), layer[1])
+            parts, layer = ((), layer) if per_layer is None else ((layer[0],), layer[1])
             return apply(nnx.merge(graphdef, _as_state(state, layer)), x, rows, kind, *parts)
 
         return _repeated(_recomputed(body, remat, in_scan=in_scan or repeats > 1), repeats, numbered)
 
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
-    scanned, unrolled = ([one(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
+    scanned, unrolled = ([body_of(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
     bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained, _Places(some, start, stop, group))
-    values = values if own is None else (own, values)
+    values = values if per_layer is None else (per_layer, values)
     if (shape := _active_pipeline(numbered, span is not None)) is None:
         return _in_sequence(bodies, x, values, rows, count)
     _check_stages(count, group, shape)
@@ -233,16 +233,16 @@ def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, si
         def body(x: jax.Array, layers: PyTree) -> tuple[jax.Array, Stats]:
             stats = []
             for index, layer in enumerate(scanned):
-                x, own = _finished(x, bodies.places.one(layers, index), bodies.all_trained and group > 1)
-                x, of_layer = layer(x, own, rows)
+                x, layer_stats = _finished(x, bodies.places.layer(layers, index), bodies.all_trained and group > 1)
+                x, of_layer = layer(x, layer_stats, rows)
                 stats.append(of_layer)
             return x, _collected(stats, jnp.stack)
 
         x, stats = jax.lax.scan(body, x, grouped)
         parts.append(jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), stats))
     for index in range(whole * group, size):
-        x, own = _finished(x, bodies.places.one(values, index), bodies.all_trained)
-        x, of_layer = bodies.unrolled[index % group](x, own, rows)
+        x, layer_stats = _finished(x, bodies.places.layer(values, index), bodies.all_trained)
+        x, of_layer = bodies.unrolled[index % group](x, layer_stats, rows)
         parts.append(jax.tree.map(lambda s: s[None], of_layer))
     return x, _collected(parts, jnp.concatenate)
 

@@ -176,16 +176,16 @@ class BlockChooser(nnx.Module):
     ) -> CachedChoice:
         """The same for cached tokens; `heads` are the queries, keys and values of the new ones."""
         K, size = self.config.cached_heads
-        beside = size - self.config.head_size
+        padding = size - self.config.head_size
         keys = self.keys(x_BTD, angles).astype(heads[2].dtype)
-        parts_BTKE = jnp.pad(keys, ((0, 0), (0, 0), (0, K * beside - keys.shape[-1])))
-        parts_BTKE = parts_BTKE.reshape(*keys.shape[:2], K, beside)
-        q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, beside),)) for x in heads[:2])
+        parts_BTKE = jnp.pad(keys, ((0, 0), (0, 0), (0, K * padding - keys.shape[-1])))
+        parts_BTKE = parts_BTKE.reshape(*keys.shape[:2], K, padding)
+        q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, padding),)) for x in heads[:2])
         v = jnp.concatenate([heads[2], parts_BTKE], axis=-1)
         written = (paged if paged.is_paged(layer) else dense).write(layer, k, v, now)
 
         def bias(positions_BT: jax.Array, of_keys_BS: jax.Array) -> jax.Array:
-            stored_BSKE = jnp.swapaxes(cached_values(layer, written, v, now)[..., -beside:], 1, 2)
+            stored_BSKE = jnp.swapaxes(cached_values(layer, written, v, now)[..., -padding:], 1, 2)
             keys_BSI = stored_BSKE.reshape(*stored_BSKE.shape[:2], -1)[..., : keys.shape[-1]]
             blocks = blocks_of_cache(positions_BT, of_keys_BS, self.sizes.block)
             return self.bias(self.queries(x_BTD, angles), keys_BSI, blocks)

@@ -116,20 +116,20 @@ class Latent(nnx.Module):
         q_BTNH = self._queries(x_BTD, angles, query_scale_BT)
         c_BTC, r_BT1R = self._latents(x_BTD, angles)
         C, R = self.latent.kv_rank, self.latent.rotary_dim
-        beside = self.latent.cached_dim - C
+        width = self.latent.cached_dim - C
         # q . (W c) = (W^T q) . c, and the sum over tokens of p (W c) = W (the sum over tokens of p c).
         absorbed = jnp.einsum("BTNh,CNh->BTNC", q_BTNH[..., :-R], self.key_up[...].astype(q_BTNH.dtype))
-        rotated = jnp.pad(q_BTNH[..., -R:], ((0, 0),) * 3 + ((0, beside - R),))
+        rotated = jnp.pad(q_BTNH[..., -R:], ((0, 0),) * 3 + ((0, width - R),))
         q = constrain(jnp.concatenate([absorbed, rotated], axis=-1), ("batch", "act_time", "act_heads", None))
         k = jnp.concatenate([c_BTC[:, :, None], r_BT1R], axis=-1)
-        k = jnp.pad(k, ((0, 0),) * 3 + ((0, beside - R),))
+        k = jnp.pad(k, ((0, 0),) * 3 + ((0, width - R),))
         v = c_BTC[:, :, None]
         after: dense.LayerCache | None = None
         if self.latent.indexer is None:
-            v = jnp.pad(v, ((0, 0),) * 3 + ((0, beside),))
+            v = jnp.pad(v, ((0, 0),) * 3 + ((0, width),))
         else:
             keys = self.indexer.keys(x_BTD, angles)[:, :, None].astype(v.dtype)
-            v = jnp.concatenate([v, jnp.pad(keys, ((0, 0),) * 3 + ((0, beside - keys.shape[-1]),))], axis=-1)
+            v = jnp.concatenate([v, jnp.pad(keys, ((0, 0),) * 3 + ((0, width - keys.shape[-1]),))], axis=-1)
             after = (paged if paged.is_paged(layer) else dense).write(layer, k, v, now)
             if paged.capacity({"layers": (layer,)}) > self.latent.indexer.top:
                 bias_at = self._chosen_at(x_BTD, angles, functools.partial(cached_values, layer, after, v, now))

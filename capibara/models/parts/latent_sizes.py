@@ -88,5 +88,5 @@ class LatentAttention:
     @property
     def cached_dim(self) -> int:
         """Width of a token's keys and of its values in a cache; an indexer's keys lie behind the values."""
-        beside = self.rotary_dim if self.indexer is None else max(self.rotary_dim, self.indexer.head_dim)
-        return self.kv_rank + beside
+        width = self.rotary_dim if self.indexer is None else max(self.rotary_dim, self.indexer.head_dim)
+        return self.kv_rank + width

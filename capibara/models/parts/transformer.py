@@ -225,7 +225,7 @@ class Block(nnx.Module):
         stats: Stats = {}
 
         def attention(x: jax.Array) -> jax.Array:
-            y = self._beside(
+            y = self._in_parallel(
                 x,
                 layer_kind,
                 lambda x: self.attended(x, rows, shared, kind, layer_kind),
@@ -299,7 +299,7 @@ class Block(nnx.Module):
             return y
 
         def attention(x: jax.Array) -> jax.Array:
-            return self._beside(x, layer_kind, attended, mixed)
+            return self._in_parallel(x, layer_kind, attended, mixed)
 
         if self.config.one_branch:
             return self._alone(
@@ -310,7 +310,7 @@ class Block(nnx.Module):
             return self._bare(x_BTD, attention, mlp), written
         return self._joined(x_BTD, attention, mlp, layer_kind, shared), written
 
-    def _beside(self, x_BTD: jax.Array, kind: LayerKind, attended: Branch, mixed: Branch) -> jax.Array:
+    def _in_parallel(self, x_BTD: jax.Array, kind: LayerKind, attended: Branch, mixed: Branch) -> jax.Array:
         """What attention and the mixer make of the same input, together; most kinds of layers have one of them."""
         factors = self.config.multipliers
         results: list[jax.Array] = []

@@ -164,7 +164,7 @@ class _Pages:
                 return _json(await run_in_threadpool(self._all.facts.ask, part, run))
             case "plan":
                 answer = await run_in_threadpool(self._all.facts.ask, part, run)
-                return _json(plan.beside(run, answer))
+                return _json(plan.compared(run, answer))
             case _:
                 raise Refusal(404, "there is nothing at this address", "not_found")
         return await self._answer(request, _stamp([run]), make)

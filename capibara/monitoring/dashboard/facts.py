@@ -36,7 +36,7 @@ class Facts:
 
     def __init__(self, questions: Mapping[str, Question]):
         self._questions = dict(questions)
-        self._kept: dict[tuple[str, str], tuple[float, dict[str, Json]]] = {}
+        self._cached: dict[tuple[str, str], tuple[float, dict[str, Json]]] = {}
         self._lock, self._room = threading.Lock(), threading.Semaphore(_AT_ONCE)
         self._asked: dict[tuple[str, str], threading.Lock] = {}
 
@@ -49,7 +49,7 @@ class Facts:
         with self._lock:
             asked = self._asked.setdefault(key, threading.Lock())
         with asked:  # viewers who ask the same share one answer
-            retained = self._kept.get(key)
+            retained = self._cached.get(key)
             if retained is not None and time.monotonic() - retained[0] < _KEPT_S.get(name, 60.0):
                 return retained[1]
             if not self._room.acquire(timeout=_WAIT_S):
@@ -59,10 +59,10 @@ class Facts:
             finally:
                 self._room.release()
             with self._lock:
-                self._kept[key] = time.monotonic(), answer
-                while len(self._kept) > _MOST_KEPT:
-                    oldest = min(self._kept, key=lambda item: self._kept[item][0])
-                    del self._kept[oldest]
+                self._cached[key] = time.monotonic(), answer
+                while len(self._cached) > _MOST_KEPT:
+                    oldest = min(self._cached, key=lambda item: self._cached[item][0])
+                    del self._cached[oldest]
                     self._asked.pop(oldest, None)
             return answer
 

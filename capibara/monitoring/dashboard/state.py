@@ -66,7 +66,7 @@ class Dashboard:
             pace = {"poll_s": _BUCKET_POLL_S, "scan_s": _BUCKET_SCAN_S}
             self._readers.append(Reader(remote, self._changed, most_bytes=most_bytes, **pace))
         self._quiet_checked_s = 0.0
-        self._told: dict[tuple[str, str], tuple[int, int]] = {}  # epoch and step of the last row that viewers know
+        self._announced: dict[tuple[str, str], tuple[int, int]] = {}  # epoch and step of the last row that viewers know
 
     def start(self) -> None:
         """Begins to read; called in the event loop of the server."""
@@ -118,8 +118,8 @@ class Dashboard:
         view = run.views().get(kind)
         if view is None or not len(view):
             return None
-        reported = self._told.get((run.id, kind))
-        self._told[run.id, kind] = run.epoch, int(view.steps[-1])
+        reported = self._announced.get((run.id, kind))
+        self._announced[run.id, kind] = run.epoch, int(view.steps[-1])
         if reported is None or reported[0] != run.epoch:
             return None
         begin = int(np.searchsorted(view.steps, reported[1], side="right"))
@@ -145,7 +145,7 @@ class Dashboard:
         """In a reader's thread: checks the rules, and tells viewers."""
         for run_id in change.removed:
             self.board.forget(run_id)
-            self._told = {key: step for key, step in self._told.items() if key[0] != run_id}
+            self._announced = {key: step for key, step in self._announced.items() if key[0] != run_id}
         for run in self.runs:
             if run.id in change.updated:
                 self.board.check(run)
@@ -154,8 +154,8 @@ class Dashboard:
     def _news(self, alert: Alert) -> None:
         self.hub.alert(alert.as_json())
         if self.webhooks.urls:
-            state = "resolved" if alert.ended_s is not None else str(alert.found.severity)
-            text = printable(f"{alert.run_name}: {alert.found.text} ({state})")
+            state = "resolved" if alert.ended_s is not None else str(alert.finding.severity)
+            text = printable(f"{alert.run_name}: {alert.finding.text} ({state})")
             for sign, name in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():  # Slack's: <!channel> calls everybody
                 text = text.replace(sign, name)
             self.webhooks.send({"source": "capibara", "text": text, "alert": alert.as_json()})

@@ -54,22 +54,22 @@ def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     Returns:
       An empty dict if no run was started.
     """
-    lives: list[_Life] = []
+    attempts: list[_Life] = []
     for record in records:
         if record["kind"] == "event" and record.get("event") in AGAIN:
-            lives.append(_Life([]))
-        if lives:
-            lives[-1].records.append(record)
-    if not lives:
+            attempts.append(_Life([]))
+        if attempts:
+            attempts[-1].records.append(record)
+    if not attempts:
         return {}
     spent = dict.fromkeys(CATEGORIES, 0.0)
-    for index, life in enumerate(lives):
-        following = lives[index + 1] if index + 1 < len(lives) else None
+    for index, life in enumerate(attempts):
+        following = attempts[index + 1] if index + 1 < len(attempts) else None
         _add(spent, life, following.first_step if following else None)
         if following:
             between_s = max(0.0, following.begin_s - life.end_s)
             spent["down" if following.records[0]["event"] == "start" else "restore"] += between_s
-    total = lives[-1].end_s - lives[0].begin_s
+    total = attempts[-1].end_s - attempts[0].begin_s
     spent["other"] = max(0.0, total - sum(spent.values()))
     return spent | {"total": total}
 

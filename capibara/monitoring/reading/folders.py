@@ -13,7 +13,7 @@ _MOST_RUNS, _MOST_FOLDERS = 5_000, 20_000
 _PASSED_OVER = {"checkpoints", "tensorboard", "trackers", "tokenizer", "origin", "__pycache__"}
 
 
-def found(roots: Sequence[str]) -> dict[str, str]:
+def runs_below(roots: Sequence[str]) -> dict[str, str]:
     """Run folder -> its name for viewers, of all run folders below the roots; a root may be one itself.
 
     Args:

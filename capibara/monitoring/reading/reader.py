@@ -145,7 +145,7 @@ class Reader:
 
     def _scan(self, change: Change) -> None:
         try:
-            result = folders.found(self._roots)
+            result = folders.runs_below(self._roots)
         except _FAULTS as error:
             self.fault = limits.cause(error)
             return

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from capibara.monitoring.metrics_file.loggers import AGAIN, metrics_path
-from capibara.monitoring.reading.lives import Lives
+from capibara.monitoring.reading.attempts import Attempts
 from capibara.monitoring.reading.parsing import Era, Record, Sample
 from capibara.monitoring.reading.preview import Preview
 from capibara.monitoring.reading.tables import Table, View
@@ -86,7 +86,7 @@ class Run:
         self.share_read = 1.0  # of the file
         self.whole_bytes = 0  # of memory, if no rows were missing; 0: unknown
         self.kinds = set[str]()
-        self.lives = Lives()
+        self.attempts = Attempts()
         self.tables: dict[str, Table] = {}
         self.events = collections.deque[Record](maxlen=_MOST_EVENTS)
         self.samples = dict[tuple[int, str], Sample]()
@@ -136,14 +136,14 @@ class Run:
             train = self.view("train")
             for table in self.tables.values():
                 table.coarsen(_OLDER_ROWS, _NEWEST_ROWS)
-            self.lives.forget_rows(train, len(self.view("train")))
+            self.attempts.forget_rows(train, len(self.view("train")))
             self.is_coarse = True
             self.version += 1
             self.epoch += 1
 
     def check_own(self) -> None:
         """Raises UserError if its file is a link out of its folder: in a folder of others it may lead to any file."""
-        outputs.own(self.folder, os.path.basename(self.path))
+        outputs.path_in(self.folder, os.path.basename(self.path))
 
     def apply(self, eras: list[Era], to_come: float = 0.0) -> None:
         """Adds what a range of the file holds; `to_come`: how many times as much is still to be read."""
@@ -157,7 +157,7 @@ class Run:
     def _again(self, again: Record) -> None:
         """A start, or a roll-back: drops what later steps had logged."""
         step = again["step"]
-        self.lives.close(again, self.view("train"))
+        self.attempts.close(again, self.view("train"))
         for table in self.tables.values():
             before = len(table)
             table.truncate(step)
@@ -193,7 +193,7 @@ class Run:
             self.kinds.add("sample")
         while len(self.samples) > _MOST_SAMPLES:
             del self.samples[next(iter(self.samples))]
-        self.lives.add(era)
+        self.attempts.add(era)
 
     def view(self, kind: str) -> View:
         """The rows of a kind as they are now."""
@@ -211,7 +211,7 @@ class Run:
             return {}
         with self.lock:
             if self._goodput[0] != self.version:
-                self._goodput = self.version, self.lives.account(self.view("train"))
+                self._goodput = self.version, self.attempts.account(self.view("train"))
             return self._goodput[1]
 
     def newest_s(self, kind: str | None = None) -> float | None:

@@ -85,7 +85,7 @@ class RunFacts:
     @property
     def starts(self) -> int:
         """How often it was started."""
-        return self.run.lives.starts
+        return self.run.attempts.starts
 
     @functools.cached_property
     def seconds(self) -> Mapping[str, float]:

@@ -130,7 +130,7 @@ def read_curves(folder: str, baseline_bits_per_byte: float | None = None, baseli
         bits_per_nat=bits_per_nat,
         baseline=baseline / bits_per_nat if baseline and bits_per_nat else None,
         baseline_label=baseline_label,
-        resumed=run.lives.resumed,
+        resumed=run.attempts.resumed,
         param_count=None if param_count is None else int(param_count),
         tokens=int(tokens * final_step) if tokens else None,
     )

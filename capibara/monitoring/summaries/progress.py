@@ -39,7 +39,7 @@ class ProgressLine(Callback):
         self._given_console = console
         self._live: Live | None = None
         self._run: RunInfo  # set by on_train_begin
-        self._began = self._last_time = 0.0
+        self._start = self._last_time = 0.0
         self._shown_s = 0.0  # time of the last output
         self._line, self._evaluated = _WAITING, False
         self._last_step = 0
@@ -64,7 +64,7 @@ class ProgressLine(Callback):
 
     def on_train_begin(self, run: RunInfo) -> None:
         self._run = run
-        self._began = self._last_time = time.perf_counter()
+        self._start = self._last_time = time.perf_counter()
         self._last_step = run.start_step
         self._print(_start_line(run), style="bold")
         if self._console.is_terminal and run.start_step < run.total_steps:
@@ -105,7 +105,7 @@ class ProgressLine(Callback):
         if self._live is not None:
             self._live.stop()
             self._live = None
-        done, seconds = step - self._run.start_step, time.perf_counter() - self._began
+        done, seconds = step - self._run.start_step, time.perf_counter() - self._start
         if not (done or self._evaluated) and reason != "interrupted":
             self._print(_nothing_left(self._run, reason), style="bold")
             return

@@ -23,8 +23,8 @@ class Skipping(Tracker):
       said: the lines so far, also of earlier sessions: none is repeated.
     """
 
-    def __init__(self, tracker: Tracker, label: str, say: Callable[[str], None], said: set[str]):
-        self._tracker, self._label, self._say, self._said = tracker, label, say, said
+    def __init__(self, tracker: Tracker, label: str, say: Callable[[str], None], reported: set[str]):
+        self._tracker, self._label, self._say, self._reported = tracker, label, say, reported
         self._in_a_row = 0
 
     def log(self, moment: Moment, metrics: Mapping[str, float]) -> None:
@@ -54,8 +54,8 @@ class Skipping(Tracker):
                 raise
             about = " ".join(redact(f"{action[:60]} of step {moment.step}: {error}").split())
             line = f"{self._label} does not take {about[:_LONGEST_ERROR]}; skipped"
-            if line not in self._said and len(self._said) < _MOST_SAID:
-                self._said.add(line)
+            if line not in self._reported and len(self._reported) < _MOST_SAID:
+                self._reported.add(line)
                 self._say(line)
         else:
             self._in_a_row = 0

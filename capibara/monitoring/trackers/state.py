@@ -119,7 +119,7 @@ def locked(model_dir: str, within_s: float) -> Iterator[None]:
     Raises:
       UserError: another one does, for longer than `within_s`.
     """
-    folder = epath.Path(outputs.own(stores.of(model_dir).absolute(model_dir), FOLDER))
+    folder = epath.Path(outputs.path_in(stores.of(model_dir).absolute(model_dir), FOLDER))
     try:
         stores.of(folder).make_folder(folder)
     except OSError as error:

@@ -112,8 +112,8 @@ class Compiled:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values without the HLO's text, for `from_json`."""
-        apart = ("costs", "alive", "text")
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in apart}
+        separate = ("costs", "alive", "text")
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in separate}
         values["alive"] = [dataclasses.asdict(buffer) for buffer in self.alive]
         costs = {f.name: getattr(self.costs, f.name) for f in dataclasses.fields(self.costs)}
         return values | {"costs": {name: dict(v) if isinstance(v, Counter) else v for name, v in costs.items()}}

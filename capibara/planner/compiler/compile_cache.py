@@ -115,7 +115,7 @@ class Verdict:
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
     held_bytes: int = 0
 
-    def beside(self, held_bytes: int) -> Verdict:
+    def with_held(self, held_bytes: int) -> Verdict:
         """The result for a device that holds `held_bytes` beside the step."""
         if self.compiled is None or not held_bytes:
             return self

@@ -156,11 +156,11 @@ def _buffers(
     root = None
     for when, instruction in enumerate(computation.values()):
         root = instruction if instruction.is_root else root
-        buffers = dict(_own(module, computation, instruction))
+        buffers = dict(_allocations(module, computation, instruction))
         sizes |= buffers
         born |= dict.fromkeys(buffers, when)
         if instruction.opcode == "get-tuple-element":
-            lies_in[instruction.name] = _element(computation, instruction, lies_in, own=born)
+            lies_in[instruction.name] = _element(computation, instruction, lies_in, allocated=born)
             continue
         shared = (lies_in.get(o, frozenset()) for o in _shared(module, instruction))
         lies_in[instruction.name] = frozenset(buffers).union(*shared)
@@ -172,7 +172,7 @@ def _element(
     computation: dict[str, Instruction],
     instruction: Instruction,
     lies_in: dict[str, frozenset[str]],
-    own: Container[str],
+    allocated: Container[str],
 ) -> frozenset[str]:
     """The buffers of one element of a tuple."""
     index = int(searched(r"index=(\d+)", instruction.attributes)[1])
@@ -184,10 +184,12 @@ def _element(
     if producer.opcode == "tuple":
         return lies_in.get(producer.operands[index], frozenset()) if index < len(producer.operands) else frozenset()
     name = f"{producer.name}#{index}"
-    return frozenset({name}) if name in own else lies_in.get(producer.name, frozenset())
+    return frozenset({name}) if name in allocated else lies_in.get(producer.name, frozenset())
 
 
-def _own(module: Module, computation: dict[str, Instruction], instruction: Instruction) -> Iterator[tuple[str, int]]:
+def _allocations(
+    module: Module, computation: dict[str, Instruction], instruction: Instruction
+) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the buffers that an instruction allocates."""
     opcode, arrays = instruction.opcode, instruction.arrays
     if (

@@ -116,7 +116,7 @@ def prove(
         return result
     held = workload.of_run(run).held
     devices = workload.training_devices(run, slice_.devices)
-    return result.beside(round(held.on_device(run.plan.mesh_shape(devices, slice_.name))))
+    return result.with_held(round(held.on_device(run.plan.mesh_shape(devices, slice_.name))))
 
 
 def prover(

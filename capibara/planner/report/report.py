@@ -301,8 +301,8 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
     versions = ", ".join(f"{name} {verdict.versions.get(name)}" for name in ("jax", "libtpu"))
     when = f"compiled {'earlier, ' if verdict.cached else ''}in {compiled.compile_s:.0f} s with {versions}"
     usable = slice_.chip.device_usable_hbm_bytes
-    beside = f"  {verdict.held_bytes / GIB:.2f} GiB of that are held beside the step: {MEMORY_PARTS['held']}"
-    held = [beside] if verdict.held_bytes else []
+    line = f"  {verdict.held_bytes / GIB:.2f} GiB of that are held beside the step: {MEMORY_PARTS['held']}"
+    held = [line] if verdict.held_bytes else []
     if not compiled.fits:
         need = f"it needs {compiled.peak_bytes / GIB:.2f} GiB or more" if compiled.peak_bytes else "it needs more HBM"
         yield f"{slice_.name}: does not fit: {need}, a chip has {usable / GIB:.2f} ({when})"

@@ -82,7 +82,7 @@ class ConsensusConfig(Settings, Strategy):
             return self.outer.init(params)
         return tuple(self.outer.init(part) for part in parts_of(params, fragments(params, self.fragments)))
 
-    def begun(self, state: PyTree, node: jax.Array, params: Params) -> Nodes:
+    def restarted(self, state: PyTree, node: jax.Array, params: Params) -> Nodes:
         updated = jax.tree.map(lambda x, new: x.at[node].set(new.astype(x.dtype)), state.params, params)
         return dataclasses.replace(state, params=updated)
 

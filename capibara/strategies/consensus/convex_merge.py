@@ -32,7 +32,7 @@ class _Search(NamedTuple):
     value: jax.Array
     gradient: jax.Array
     step: jax.Array
-    made: jax.Array
+    evaluations: jax.Array
     ended: jax.Array
 
 
@@ -76,7 +76,7 @@ def combining(nodes: NodesPrograms, batch: Batch, config: ConvexMerge) -> Combin
         result = [_Search(start, *measured(start), jnp.float32(1), jnp.int32(0), jnp.bool_(False)) for start in starts]
         best = jax.tree.map(lambda *x: jnp.where(_less(result[1].value, result[0].value), x[1], x[0]), *result)
         best = jax.lax.while_loop(
-            lambda now: ~now.ended & (now.made < config.max_iterations),
+            lambda now: ~now.ended & (now.evaluations < config.max_iterations),
             lambda now: _next(now, measured, config.tolerance),
             best,
         )
@@ -100,9 +100,11 @@ def _next(now: _Search, measured: Callable[[jax.Array], tuple[jax.Array, jax.Arr
     weights = moved / jnp.maximum(jnp.sum(moved), 1e-30)
     value, gradient = measured(weights)
     is_better = _less(value, now.value)
-    taken = _Search(weights, value, gradient, now.step * _GROW, now.made + 1, ~(now.value - value > tolerance))
+    taken = _Search(weights, value, gradient, now.step * _GROW, now.evaluations + 1, ~(now.value - value > tolerance))
     step = now.step * _SHRINK
-    retained = now._replace(step=step, made=now.made + 1, ended=(step < _SMALLEST) | ~jnp.isfinite(now.value))
+    retained = now._replace(
+        step=step, evaluations=now.evaluations + 1, ended=(step < _SMALLEST) | ~jnp.isfinite(now.value)
+    )
     return jax.tree.map(lambda a, b: jnp.where(is_better, a, b), taken, retained)
 
 

@@ -77,7 +77,7 @@ class TeacherBatches(BatchProvider):
         if options.teacher_draws:
             self._teacher = Generator(run, options, model)
             self._teacher.load(self._params)
-        run.reporter.took("teacher", time.perf_counter() - begin_s)
+        run.reporter.timed("teacher", time.perf_counter() - begin_s)
 
     def takes_long(self, step: int) -> bool:
         return self._generator(step) is not None

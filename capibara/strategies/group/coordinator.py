@@ -231,7 +231,7 @@ class _Coordination:
         config, agreed = self._config, self._exchange.agreed()
         privacy = config.privacy
         most = config.rounds if privacy is None else min(config.rounds, privacy.releases_within())
-        standing = self._begun() if agreed is None else self._resumed(agreed)
+        standing = self._standing() if agreed is None else self._resumed(agreed)
         if config.votes:
             self._show(f"a round withstands {config.tolerance} faulty of {config.num_nodes} nodes")
         if privacy is not None and (
@@ -251,7 +251,7 @@ class _Coordination:
 
     # --- the first model, and the state after a restart ---
 
-    def _begun(self) -> _Standing:
+    def _standing(self) -> _Standing:
         """Takes the weights with which a quorum of nodes begins as the first agreed model."""
         config = self._config
         if self._exchange.reports():

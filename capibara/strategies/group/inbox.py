@@ -97,13 +97,13 @@ class Inbox:
         model = self._decoded(result, note)
         return Update(model, self._norm(model), note.loss, note.tokens, note.size, note.every)
 
-    def _decoded(self, found: Arrays, note: Note) -> dict[str, np.ndarray]:
+    def _decoded(self, encoded: Arrays, note: Note) -> dict[str, np.ndarray]:
         if self._model is None:
-            return arrays.model_of(found, {name: array.shape for name, array in found.items()})
+            return arrays.model_of(encoded, {name: array.shape for name, array in encoded.items()})
         shapes = arrays.shapes_of(self._model)
         if note.bits == 32:
-            return arrays.model_of(found, shapes)
-        gradient = arrays.gradient_of(found, Compression(bits=note.bits, block=note.block), shapes)
+            return arrays.model_of(encoded, shapes)
+        gradient = arrays.gradient_of(encoded, Compression(bits=note.bits, block=note.block), shapes)
         return {name: start - gradient[name] for name, start in self._model.items()}
 
     def _norm(self, model: Arrays) -> float:

@@ -32,7 +32,7 @@ def exact_answer(
         whole text.
     """
     del prompt
-    text = answer if pattern is None else found(pattern, answer)
+    text = answer if pattern is None else extracted(pattern, answer)
     return float(text is not None and _plain(text) == _plain(str(_of(record, field))))
 
 
@@ -61,7 +61,7 @@ def numeric_answer(
     for name, value in (("tolerance", tolerance), ("absolute", absolute)):
         if not 0 <= value < math.inf:
             raise UserError(f"numeric_answer.{name} is {value}, must be finite and at least 0: try 1e-6")
-    text = answer if pattern is None else found(pattern, answer) or ""
+    text = answer if pattern is None else extracted(pattern, answer) or ""
     number, expected = last_number(text), last_number(str(_of(record, field)))
     if expected is None:
         raise UserError(
@@ -82,7 +82,7 @@ def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, patt
     return float(_compiled(pattern).fullmatch(answer.strip()) is not None)
 
 
-def found(pattern: str, text: str) -> str | None:
+def extracted(pattern: str, text: str) -> str | None:
     """The last match of a pattern in a text, or its first group if it has one."""
     matches = list(_compiled(pattern).finditer(text))
     if not matches:

@@ -114,7 +114,7 @@ def init_state(
       opt_part: what the training method keeps in the place of the optimizer's state; None: that state.
       pretrained: pretrained parameters of the model, and of its adapters if there are any; None: random initial weights.
     """
-    params = model.init(key) if pretrained is None else _begun(model, pretrained, key)
+    params = model.init(key) if pretrained is None else _initial(model, pretrained, key)
     trained = model.trained(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -126,7 +126,7 @@ def init_state(
     )
 
 
-def _begun(model: Model, pretrained: Params, key: jax.Array) -> Params:
+def _initial(model: Model, pretrained: Params, key: jax.Array) -> Params:
     of_adapter = lambda name: model.config.lora is not None and "_lora/" in name  # noqa: E731
     params = model.adapt(tree.part(pretrained, lambda name: not of_adapter(name)), key)
     return tree.joined(tree.part(pretrained, of_adapter), params)

@@ -98,7 +98,7 @@ class Strategy(abc.ABC):
         """Run folders or open models whose weights are the nodes' own initial ones, in turn; empty: the agreed model's."""
         return ()
 
-    def begun(self, state: PyTree, node: jax.Array, params: Params) -> PyTree:
+    def restarted(self, state: PyTree, node: jax.Array, params: Params) -> PyTree:
         """The strategy's state in which a node has initial weights of its own (traceable); only with `starts`.
 
         Args:

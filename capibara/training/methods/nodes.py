@@ -109,7 +109,7 @@ class Nodes(Method):
         """The nodes take the models in turn."""
         if not loads:
             return state
-        started, nodes = self.begun(shardings), state.opt_state
+        started, nodes = self.restarted(shardings), state.opt_state
         for index, load in enumerate(loads):
             params = load()
             for node in range(index, plan.node, len(loads)):
@@ -117,9 +117,9 @@ class Nodes(Method):
             del params  # before the next one comes
         return dataclasses.replace(state, opt_state=nodes)
 
-    def begun(self, shardings: TrainState) -> Callable[[PyTree, jax.Array, Params], PyTree]:
+    def restarted(self, shardings: TrainState) -> Callable[[PyTree, jax.Array, Params], PyTree]:
         """A jitted function (nodes, index of a node, trained parameters) -> the nodes, of which one begins with these."""
-        return jax.jit(self.strategy.begun, donate_argnums=0, out_shardings=shardings.opt_state)
+        return jax.jit(self.strategy.restarted, donate_argnums=0, out_shardings=shardings.opt_state)
 
     def step(self, parts: StepParts, update: Step) -> Step:
         loss = make_node_loss(parts.model, parts.plan, parts.mesh, parts.objective)

@@ -89,7 +89,7 @@ def make_private_gradient(objective: Objective, plan: Plan, mesh: Mesh, privacy:
         assert scale is None, "Trainer does not allow float16 with privacy"
         documents = {name: value for name, value in batch.items() if name != NOISE_KEY}
         count = documents["targets"].shape[0]
-        with sharding.activate(mesh, inner, apart=rows):
+        with sharding.activate(mesh, inner, independent=rows):
             result = summed(trained, frozen, documents, step)
         secret = jax.random.wrap_key_data(batch[NOISE_KEY], impl="threefry2x32")
         with jax.named_scope("noise"):

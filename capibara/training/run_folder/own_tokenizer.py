@@ -94,10 +94,10 @@ def of_run(trainer: _Run, model_dir: str | None = None) -> _Run:
         if unknown := [name for name in names if not hasattr(value, name)]:
             raise UserError(f"{type(value).__name__}.path_fields has {unknown[0]!r}, must have names of its fields")
         paths = {name: path for name in names if _is_path(path := getattr(value, name))}
-        gone = {
+        lost = {
             n: path for n, path in paths.items() if (always or not tokenizer_files.is_there(path)) and path in known()
         }
-        copies = {name: _local(model_dir, known()[path]) for name, path in gone.items()}
+        copies = {name: _local(model_dir, known()[path]) for name, path in lost.items()}
         return dataclasses.replace(value, **copies) if copies else value
 
     if vocabulary is not None:
@@ -122,9 +122,11 @@ def _taken(dataset: Dataset) -> OwnFiles:
         declared = returned(vocabulary.own_files(), OwnFiles, f"{type(vocabulary).__name__}.own_files")
     files, places = dict(declared.files), dict(declared.places)
     if isinstance(template, ChatTemplate):
-        beside = tokenizer_files.beside(template.tokenizer)
-        if all(files.get(name, content) == content for name, content in beside.items()):  # it is the vocabulary's
-            files |= beside
+        tokenizer_contents = tokenizer_files.contents(template.tokenizer)
+        if all(
+            files.get(name, content) == content for name, content in tokenizer_contents.items()
+        ):  # it is the vocabulary's
+            files |= tokenizer_contents
             places[template.tokenizer] = tokenizer_files.place_of(template.tokenizer)
         if _is_path(template.template):  # in place of the one beside
             files[TEMPLATE_FILE] = tokenizer_files.read_bytes(tokenizer_files.local(template.template))

@@ -106,7 +106,7 @@ def load(
     model = api.build(trainer.model)
     target = with_shardings(model.abstract_params, placed(trainer.plan, model))
     with CheckpointReader(folder, trainer.checkpointing) as checkpoints:
-        result = _found(checkpoints, folder, target, step, average is not False)
+        result = _located(checkpoints, folder, target, step, average is not False)
         if result is None:
             raise UserError(f"{folder} holds no checkpoint yet: train it first")
         step, params = result
@@ -264,7 +264,7 @@ def merger(model: api.Model, target: Params, *, base: bool = False) -> Callable[
     return jax.jit(merge, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))
 
 
-def _found(
+def _located(
     checkpoints: CheckpointReader, folder: str, target: PyTree, step: int | None, average: bool
 ) -> tuple[int, Params] | None:
     if step is None:

@@ -60,7 +60,7 @@ class Watch:
 class _Phase(NamedTuple):
     """Work outside of steps, and the field of Watch with its limit."""
 
-    what: str
+    name: str
     limit: str
 
 
@@ -193,7 +193,7 @@ class Watchdog:
                 "(Watch.factor, Watch.at_least_s)"
             )
         else:
-            result = f"{phase.what}{after} has made no progress for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
+            result = f"{phase.name}{after} has made no progress for {waited_s:.0f} s: {ends} (Watch.{phase.limit})"
         print(f"error: {result}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         peers.report(EXIT_HUNG, result)

@@ -108,9 +108,9 @@ def test_training_reads_what_the_tokenizer_makes_of_a_text(tmp_path, name):
 
 
 def test_a_document_of_one_token_without_a_beginning_has_nothing_to_predict():
-    document = Document.begun(np.array([7], np.int32), None, ())
+    document = Document.after(np.array([7], np.int32), None, ())
     assert document.previous == 7 and not len(document.ids)
-    assert not len(Document.begun(np.zeros(0, np.int32), None, ()).ids)
+    assert not len(Document.after(np.zeros(0, np.int32), None, ()).ids)
 
 
 def test_a_tokenizer_with_ids_beyond_the_models_rows_is_told(tmp_path, caplog):

@@ -248,11 +248,11 @@ def test_dropped_inputs_are_of_the_step_and_of_nothing_else():
     kept = tree.part(params, lambda name: not name.endswith("/seed"))
     np.testing.assert_array_equal(jax.jit(apply)(params, inputs())[0], jax.jit(without)(kept, inputs())[0])
     rows, features = jnp.arange(64, dtype=jnp.int32), jnp.arange(256, dtype=jnp.int32)
-    found = lora_experts._kept(jnp.full(64, 7, jnp.uint32), jnp.int32(1), rows, features, 0.25)
+    found = lora_experts._mask(jnp.full(64, 7, jnp.uint32), jnp.int32(1), rows, features, 0.25)
     assert abs(np.mean(found) - 0.75) < 0.02
     np.testing.assert_array_equal(
         found[8:16, 128:],
-        lora_experts._kept(jnp.full(8, 7, jnp.uint32), jnp.int32(1), rows[8:16], features[128:], 0.25),
+        lora_experts._mask(jnp.full(8, 7, jnp.uint32), jnp.int32(1), rows[8:16], features[128:], 0.25),
     )
 
 

@@ -389,7 +389,7 @@ def test_links_are_not_followed(tmp_path):
     run_folder(root / "run", line(1))
     os.symlink(tmp_path / "elsewhere", root / "link")
     os.symlink(root, root / "loop")
-    assert list(folders.found([str(root)]).values()) == ["run"]
+    assert list(folders.runs_below([str(root)]).values()) == ["run"]
 
 
 def test_a_reader_finds_what_is_new_by_itself(tmp_path):

@@ -43,7 +43,7 @@ def test_the_columns_are_those_of_the_records(tmp_path, demo, pyarrow, monkeypat
     assert {(one.step, one.prompt) for one in found.samples.values()} == {
         (one["step"], one["prompt"]) for one in records if one["kind"] == "sample"
     }
-    assert found.lives.starts == 2 and found.view("train").points("no_such")[0].size == 0
+    assert found.attempts.starts == 2 and found.view("train").points("no_such")[0].size == 0
 
 
 def test_pyarrow_is_not_needed(tmp_path, monkeypatch):

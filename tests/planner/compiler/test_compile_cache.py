@@ -78,8 +78,8 @@ def pids_of(file):
 
 def test_what_is_held_beside_the_step_counts_and_is_not_cached(tmp_path):
     first = verdict(says(), KEY, deadline_s=60, cache_dir=tmp_path)
-    assert first.beside(0) is first
-    more = first.beside(2**30)
+    assert first.with_held(0) is first
+    more = first.with_held(2**30)
     assert (more.outcome, more.compiled.peak_bytes, more.held_bytes) == (Outcome.FITS, 4 * 2**30, 2**30)
     much = first.beside(12 * 2**30 + 1)
     assert much.outcome is Outcome.DOES_NOT_FIT and not much.compiled.fits

@@ -192,7 +192,7 @@ _API = Domain(
         r"\bpagination\b",
     ),
 )
-BUILT_IN = {one.name: one for one in (_PYTHON, _SQL, _JAVASCRIPT, _DEBUG, _ML, _API)}
+BUILT_IN = {domain.name: domain for domain in (_PYTHON, _SQL, _JAVASCRIPT, _DEBUG, _ML, _API)}
 
 
 def resolved(domains: Sequence[str | Domain]) -> tuple[Domain, ...]:

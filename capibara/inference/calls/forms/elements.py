@@ -37,20 +37,20 @@ def _read_call(text: Text, tools: Tools) -> Steps[None]:
     if name not in tools:
         raise Malformed
     arguments = _Arguments(tools, name)
-    begun = False
+    has_begun = False
     while True:
         yield from text.spaces()
         if (yield from text.take(_CALL_END)):
             break
         key = yield from _read_tag(text)
         value = yield from _read_value(text, arguments, key, arguments.schema_of(key), 1)
-        if not begun:
+        if not has_begun:
             yield Call(name)
-        yield Arguments(f"{', ' if begun else '{'}{dumped(key)}: {dumped(value)}")
-        begun = True
-    if not begun:
+        yield Arguments(f"{', ' if has_begun else '{'}{dumped(key)}: {dumped(value)}")
+        has_begun = True
+    if not has_begun:
         yield Call(name)
-    yield Arguments("}" if begun else "{}")
+    yield Arguments("}" if has_begun else "{}")
     yield CallEnd()
 
 

@@ -73,8 +73,8 @@ class PrefixCache:
         self._entries = []
 
 
-def common_beginning(one: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
+def common_beginning(first: Sequence[int] | np.ndarray, other: Sequence[int] | np.ndarray) -> int:
     """Length of the common prefix of two texts."""
-    size = min(len(one), len(other))
-    equal = np.asarray(one[:size]) == np.asarray(other[:size])
+    size = min(len(first), len(other))
+    equal = np.asarray(first[:size]) == np.asarray(other[:size])
     return size if equal.all() else int(np.argmin(equal))

@@ -61,12 +61,12 @@ class Step:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
 
     def _laid_out(self, rules: Rules, shapes: PyTree, axes: PyTree) -> PyTree:
-        def one(names: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def abstract(names: Axes, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=sharding.named_sharding(self._mesh, rules, names, x.shape)
             )
 
-        return jax.tree.map(one, axes, shapes, is_leaf=tree.is_axes)
+        return jax.tree.map(abstract, axes, shapes, is_leaf=tree.is_axes)
 
 
 def device_bytes(shapes: PyTree) -> int:

@@ -51,7 +51,7 @@ def free_bytes(reserved: int = 0, devices: Sequence[jax.Device] | None = None) -
     return min(item["bytes_limit"] - item["bytes_in_use"] for item in stats) - reserved
 
 
-def found(
+def layout_of(
     model: Model,
     mesh: ServingMesh,
     where: Where,
@@ -150,8 +150,8 @@ class OwnChips:
     def _computed(self, params: Params) -> Params:
         """On training's mesh: usually smaller, and without replicas."""
         if self._program is None:
-            own = jax.tree.leaves(params)[0].sharding
-            mesh = _mesh_of(own) if isinstance(own, NamedSharding) else None
+            held = jax.tree.leaves(params)[0].sharding
+            mesh = _mesh_of(held) if isinstance(held, NamedSharding) else None
             self._program = make_computed(self._model, mesh, self._rules)
         return self._program(params)
 

@@ -105,7 +105,7 @@ class Programs(NamedTuple):
     prefill: jax.stages.Wrapped
     resume: jax.stages.Wrapped
     read: jax.stages.Wrapped
-    one: jax.stages.Wrapped
+    take_row: jax.stages.Wrapped
     admit: jax.stages.Wrapped
     step: jax.stages.Wrapped
     verify: jax.stages.Wrapped
@@ -171,21 +171,21 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
 
     def step(
         params: Params, state: State, settings: Settings, next_: NextTokens, count: Array, table: Array | None,
-        alternatives: int, beside: BatchAdapters | None = None, slots: Array | None = None,
+        alternatives: int, adapters: BatchAdapters | None = None, slots: Array | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         def next_of(state: State, done: jax.Array) -> tuple[State, SampledTokens]:
             later, weights = _later(next_, done), _unconverted(params, sizes, done)
-            return _next(model, usable, weights, state, settings, later, table, alternatives, beside, slots)
+            return _next(model, usable, weights, state, settings, later, table, alternatives, adapters, slots)
 
         state, sampled = _repeated(next_of, state, count, len(next_.index), sizes.steps, alternatives)
         return _laid_out(state), replicated(sampled)
 
     def verify(
         params: Params, state: State, settings: Settings, next_: NextTokens, guesses: Array, counts: Array,
-        table: Array | None, alternatives: int, beside: BatchAdapters | None = None, slots: Array | None = None,
+        table: Array | None, alternatives: int, adapters: BatchAdapters | None = None, slots: Array | None = None,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         new, sampled = _verify(
-            model, usable, params, state, settings, next_, guesses, counts, table, alternatives, beside, slots
+            model, usable, params, state, settings, next_, guesses, counts, table, alternatives, adapters, slots
         )
         return _laid_out(new), replicated(sampled)
 
@@ -199,7 +199,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         prefill=jit(prefill),
         resume=jit(resume, static_argnums=3),
         read=jit(functools.partial(_read, model), donate_argnums=1),
-        one=jit(_one),
+        take_row=jit(_take_row),
         admit=jit(admit, donate_argnums=0, static_argnums=8),
         step=jit(step, donate_argnums=1, static_argnums=6),
         verify=jit(verify, donate_argnums=1, static_argnums=7),
@@ -242,7 +242,7 @@ def _put(state: State, row: Cache, slot: Array, table: Array | None) -> State:
     return _laid_out(state | {"cache": paged.put_row(state["cache"], row, slot, table)})
 
 
-def _one(rows: PyTree, index: jax.Array) -> PyTree:
+def _take_row(rows: PyTree, index: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), rows)
 
 

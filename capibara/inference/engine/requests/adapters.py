@@ -82,9 +82,9 @@ def _placed(host: PyTree, axes: PyTree, mesh: Mesh | None, rules: Rules, params:
     if mesh is None:
         return jax.device_put(host, *jax.tree.leaves(params)[0].devices())
 
-    def one(names: tuple[str | None, ...], x: np.ndarray) -> Any:
+    def place(names: tuple[str | None, ...], x: np.ndarray) -> Any:
         return jax.make_array_from_callback(
             x.shape, sharding.named_sharding(mesh, rules, names, x.shape), lambda at: x[at]
         )
 
-    return jax.tree.map(one, axes, host, is_leaf=tree.is_axes)
+    return jax.tree.map(place, axes, host, is_leaf=tree.is_axes)

@@ -35,7 +35,7 @@ class BestOf(Stream):
     def __init__(self, drive: Callable[[], bool], sampling: Sampling, texts: Sequence[Stream]):
         super().__init__(drive)
         self._sampling, self._texts = sampling, texts
-        self._found: dict[int, Completion] = {}
+        self._completions: dict[int, Completion] = {}
         self._taking = threading.Lock()
         self.unread = texts[0].unread
         for number, text in enumerate(texts):
@@ -53,13 +53,13 @@ class BestOf(Stream):
             self.fail(item)
             return
         with self._taking:  # called by the engine's thread, or by a caller that finds a text finished already
-            self._found[number] = item
-            is_last = len(self._found) == len(self._texts)
+            self._completions[number] = item
+            is_last = len(self._completions) == len(self._texts)
         if is_last:
             self._choose()
 
     def _choose(self) -> None:
-        each = [self._found[number] for number in range(len(self._texts))]
+        each = [self._completions[number] for number in range(len(self._texts))]
         scores = [sum(item.drawn) + item.end_drawn for item in each]
         order = sorted(range(len(each)), key=scores.__getitem__)
         best = each[order[-1]]

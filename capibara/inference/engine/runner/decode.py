@@ -257,14 +257,14 @@ def compile_step(runner: DecodeRunner, params: Params, size: int, alternatives: 
     rows = rows_of([], runner._slots, [size])
     next_, _ = next_tokens([], size, runner._vocab_size)
     settings, table = Settings(*map(rows.of, runner._settings)), rows.table(runner._pages)
-    beside, programs = runner._batch_adapters_of(rows), runner._programs
+    adapters, programs = runner._batch_adapters_of(rows), runner._programs
     programs.step.lower(
-        params, runner._shapes, settings, next_, np.int32(1), table, alternatives, beside, rows.slots
+        params, runner._shapes, settings, next_, np.int32(1), table, alternatives, adapters, rows.slots
     ).compile()
     if runner._draft_tokens:
         guesses, counts = np.zeros((size, runner._draft_tokens), np.int32), np.zeros(size, np.int32)
         programs.verify.lower(
-            params, runner._shapes, settings, next_, guesses, counts, table, alternatives, beside, rows.slots
+            params, runner._shapes, settings, next_, guesses, counts, table, alternatives, adapters, rows.slots
         ).compile()
     if size < runner._slots:
         runner._sizes = [*runner._sizes, size]

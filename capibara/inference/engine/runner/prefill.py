@@ -210,7 +210,7 @@ class PrefillQueue:
             return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
         read: list[tuple[Any, jax.Array] | BaseException] = []
         for index, request in enumerate(prompts):
-            row = (rows, logits) if len(prompts) == 1 else self._programs.one((rows, logits), np.int32(index))
+            row = (rows, logits) if len(prompts) == 1 else self._programs.take_row((rows, logits), np.int32(index))
             self._cache_prefix(request, row[0])
             read.append(row)
         return read
@@ -220,10 +220,10 @@ class PrefillQueue:
             self.prefixes.keep(request.tokens, row, request.adapter)
 
 
-def _same_prompt(one: Request, other: Request) -> bool:
+def _same_prompt(first: Request, other: Request) -> bool:
     """Whether what is read for one request can be used for the other."""
-    alike = one.encoder is None and other.encoder is None and one.adapter == other.adapter
-    return one is other or (alike and _read(one) == _read(other))
+    alike = first.encoder is None and other.encoder is None and first.adapter == other.adapter
+    return first is other or (alike and _read(first) == _read(other))
 
 
 def _distinct(group: list[Request]) -> list[Request]:

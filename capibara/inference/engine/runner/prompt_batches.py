@@ -41,8 +41,8 @@ class PromptBatches:
 
     def batch(self, requests: Sequence[Request], tokens: Sequence[Sequence[int]], size: int) -> dict[str, Any]:
         """A row of `size` tokens for each request."""
-        beside = self._adapters.of([request.adapter for request in requests])
-        return batch_of(requests, tokens, size, self._whole) | {"adapters": beside}
+        adapters = self._adapters.of([request.adapter for request in requests])
+        return batch_of(requests, tokens, size, self._whole) | {"adapters": adapters}
 
 
 def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int, marked: bool) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def batch_of(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size
         entries = [request.encoder for request in requests if request.encoder is not None]  # all have one, or none
         batch |= {name: np.concatenate([of[name] for of in entries]) for name in entries[0]}
     if marked:
-        gone = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]
-        left = [max(request.prompt_tokens - before, 0) for request, before in zip(requests, gone)]
+        generated = [len(request.tokens) - len(prompt) for request, prompt in zip(requests, prompts)]
+        left = [max(request.prompt_tokens - before, 0) for request, before in zip(requests, generated)]
         batch["inputs"] = np.array(left, np.int32)
     return batch

@@ -73,7 +73,7 @@ class PromptPrograms:
         def compile() -> None:
             batch = self._batches.batch(requests, [[0]] * len(requests), size)
             logits, rows = compiled_outputs(self._programs.prefill, self._params.current, batch)
-            compiled_outputs(self._programs.one, (rows, logits), np.int32(0))
+            compiled_outputs(self._programs.take_row, (rows, logits), np.int32(0))
 
         return Task(("together", len(requests), size, _encoder_shapes(requests[0])), compile)
 

@@ -52,7 +52,7 @@ def rendered(request: ChatRequest, served: Served, config: ServerConfig) -> tupl
         why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
         raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
     _check_complete(lambda other: write(other, "the request"), conversation, text)
-    bounds.check_characters(len(text), served, config, "messages", own=True)
+    bounds.check_characters(len(text), served, config, "messages", is_conversation=True)
     return talk, text
 
 

@@ -102,7 +102,7 @@ class ResponseReply(TypedReply):
         for change, block, text in changes:
             match change:
                 case Change.BEGIN:
-                    yield from self._begun(block)
+                    yield from self._opened(block)
                 case Change.EXTEND:
                     named = token_log_probabilities(
                         self._served.vocabulary, self._unnamed if self._request.has_logprobs else ()
@@ -113,7 +113,7 @@ class ResponseReply(TypedReply):
                 case Change.END:
                     yield from self._ended(block)
 
-    def _begun(self, block: Block) -> Iterator[Json]:
+    def _opened(self, block: Block) -> Iterator[Json]:
         empty = dataclasses.replace(block, text="")
         item = self._item(empty, "in_progress") | ({} if block.kind is Kind.CALL else {"content": []})
         yield self._event("response.output_item.added", output_index=block.index, item=item)

@@ -133,7 +133,9 @@ def most_tokens(served: Served, config: ServerConfig) -> int:
     return min(config.max_prompt_tokens or capacity, capacity)
 
 
-def check_characters(characters: int, served: Served, config: ServerConfig, param: str, own: bool = False) -> None:
+def check_characters(
+    characters: int, served: Served, config: ServerConfig, param: str, is_conversation: bool = False
+) -> None:
     """Raises Refusal if a prompt is too long to be tokenised.
 
     Args:
@@ -144,7 +146,7 @@ def check_characters(characters: int, served: Served, config: ServerConfig, para
       own: whether the text includes that of a chat template.
     """
     most = most_characters(served, config)
-    if characters > (2 * most + _TEMPLATE_CHARACTERS if own else most):
+    if characters > (2 * most + _TEMPLATE_CHARACTERS if is_conversation else most):
         tokens = most_tokens(served, config)
         raise Refusal(
             400,

@@ -74,12 +74,12 @@ class MtpNames:
 
     def _ends(self) -> Iterable[Tensor]:
         """The rows of what a module has beside its layer."""
-        one = "" if "{l}" in self.projection else "l"
-        yield Tensor(self.projection, f"o {one}d", tuple(_BOTH.split()), "d", "ldo")
+        single = "" if "{l}" in self.projection else "l"
+        yield Tensor(self.projection, f"o {single}d", tuple(_BOTH.split()), "d", "ldo")
         norms = (self.embedding_norm, "embedding_norm"), (self.hidden_norm, "hidden_norm"), (self.norm, "norm")
         for name, ours in norms:
             if name:
-                yield Tensor(name, f"{one}d", (f"{PREFIX}{ours}/scale",), "", "ld")
+                yield Tensor(name, f"{single}d", (f"{PREFIX}{ours}/scale",), "", "ld")
 
     def _of_layer(self, rows: Sequence[Tensor]) -> Iterable[Tensor]:
         """The rows of the modules' layers, from those of the model's."""

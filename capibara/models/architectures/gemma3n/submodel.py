@@ -36,7 +36,7 @@ class Submodel:
     skip_layers: tuple[int, ...] = ()
     mlp_dims: tuple[int, ...] = ()
 
-    def kept(self, config: Gemma3nConfig) -> list[int]:
+    def retained_layers(self, config: Gemma3nConfig) -> list[int]:
         """The layers that stay.
 
         Raises:
@@ -63,7 +63,7 @@ class Submodel:
         Raises:
           UserError: as `kept`, or widths are none that the layers have.
         """
-        retained = self.kept(config)
+        retained = self.retained_layers(config)
         widths = self._widths(config, retained)
         kinds = [config.kinds[layer] for layer in retained]
         return dataclasses.replace(
@@ -88,7 +88,7 @@ class Submodel:
         Raises:
           UserError: as `config`.
         """
-        left, retained = self.config(config), self.kept(config)
+        left, retained = self.config(config), self.retained_layers(config)
         storing = [layer for layer in retained if layer < config.kv_layers]
         shape = (config.num_layers, config.per_layer_dim)
 

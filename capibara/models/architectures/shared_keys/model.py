@@ -113,9 +113,9 @@ class SharedKeysDecoder(DecoderBase):
         kinds = config.kinds[segment.start : segment.stop]
 
         def apply(
-            block: SharedKeysBlock, x: jax.Array, beside: _Beside, kind: LayerKind, of_layer: _OfLayer
+            block: SharedKeysBlock, x: jax.Array, per_layer: _Beside, kind: LayerKind, of_layer: _OfLayer
         ) -> tuple[jax.Array, stack.Stats]:
-            rows, shared = beside
+            rows, shared = per_layer
             assert rows.angles is not None, "positions are rotary"
             inputs = LayerInputs(
                 kind, of_layer[0], config.sparsity(segment.start), of_layer[1],
@@ -133,7 +133,7 @@ class SharedKeysDecoder(DecoderBase):
         x, results = stack.run(
             self.layers, x, both, apply, pattern, loop, remat,
             all_trained=config.lora is None and not config.untrained,
-            beside=of_segment, span=span, some=config.module_layers,
+            of_layers=of_segment, span=span, some=config.module_layers,
         )  # fmt: skip
         stored = set(kinds) if segment.stores else set()
         retained = {kind: (results.pop(f"{kind}_key")[-1], results.pop(f"{kind}_value")[-1]) for kind in stored}

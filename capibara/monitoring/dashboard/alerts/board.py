@@ -32,7 +32,7 @@ class Alert:
     id: str
     run_id: str
     run_name: str
-    found: Found
+    finding: Found
     ended_s: float | None = None
 
     def as_json(self) -> dict[str, Json]:
@@ -41,13 +41,13 @@ class Alert:
             "id": self.id,
             "run": self.run_id,
             "run_name": clean(self.run_name),
-            "kind": str(self.found.kind),
-            "severity": str(self.found.severity),
-            "step": self.found.step,
-            "time": finite(self.found.time_s),
+            "kind": str(self.finding.kind),
+            "severity": str(self.finding.severity),
+            "step": self.finding.step,
+            "time": finite(self.finding.time_s),
             "active": self.ended_s is None,
             "ended": finite(self.ended_s),
-            "text": self.found.text,
+            "text": self.finding.text,
         }
 
 
@@ -86,7 +86,7 @@ class Board:
                     news += [alert] * (now_s - entry.time_s < _NEWS_S or entry.kind in _LASTING and not entry.is_over)
                 elif (old.ended_s is None) != (ended_s is None) or old.ended_s is None:
                     news += [old] * ((old.ended_s is None) != (ended_s is None))
-                    old.found, old.ended_s = entry, None if ended_s is None else old.ended_s or now_s
+                    old.finding, old.ended_s = entry, None if ended_s is None else old.ended_s or now_s
             for name, alert in mine.items():
                 if name not in result and alert.ended_s is None:
                     alert.ended_s = now_s  # what happened before a roll-back stays in the list
@@ -112,7 +112,7 @@ class Board:
         with self._lock:
             chosen = [alert for alert in self._alerts.values() if run_id in (None, alert.run_id)]
         chosen = [alert for alert in chosen if alert.ended_s is None or not only_active]
-        return sorted(chosen, key=lambda alert: -alert.found.time_s)
+        return sorted(chosen, key=lambda alert: -alert.finding.time_s)
 
     def _id(self, run: Run, finding: Found) -> str:
         return f"{run.id}-{finding.kind}-{finding.key}"

@@ -23,7 +23,9 @@ class Answers:
     """Answers by their question, while they are new; the oldest go when they take too much memory."""
 
     def __init__(self) -> None:
-        self._kept: collections.OrderedDict[Hashable, tuple[Hashable, bytes, bytes | None]] = collections.OrderedDict()
+        self._cached: collections.OrderedDict[Hashable, tuple[Hashable, bytes, bytes | None]] = (
+            collections.OrderedDict()
+        )
         self._bytes, self._lock = 0, threading.Lock()
         self._asked: dict[Hashable, threading.Lock] = {}
 
@@ -39,7 +41,7 @@ class Answers:
         with self._lock:
             asked = self._asked.setdefault(key, threading.Lock())
         with asked:
-            retained = self._kept.get(key)
+            retained = self._cached.get(key)
             if retained is None or retained[0] != stamp:
                 retained = self._keep(key, stamp, json_bytes(make()))
         _, body, packed = retained
@@ -50,18 +52,18 @@ class Answers:
         new = stamp, body, packed
         with self._lock:
             self._drop(key)
-            self._kept[key] = new
+            self._cached[key] = new
             self._bytes += _size(new)
-            while self._kept and (self._bytes > _MOST_BYTES or len(self._kept) > _MOST_ANSWERS):
-                self._drop(next(iter(self._kept)))
+            while self._cached and (self._bytes > _MOST_BYTES or len(self._cached) > _MOST_ANSWERS):
+                self._drop(next(iter(self._cached)))
         return new
 
     def _drop(self, key: Hashable) -> None:
-        old = self._kept.pop(key, None)
+        old = self._cached.pop(key, None)
         if old is not None:
             self._bytes -= _size(old)
         if len(self._asked) > 2 * _MOST_ANSWERS:
-            self._asked = {item: lock for item, lock in self._asked.items() if item in self._kept or lock.locked()}
+            self._asked = {item: lock for item, lock in self._asked.items() if item in self._cached or lock.locked()}
 
 
 def json_bytes(value: Json) -> bytes:

@@ -13,7 +13,7 @@ from capibara.monitoring.reading.tables import View
 _RECENT = 200  # training lines
 
 
-def beside(run: Run, answer: Mapping[str, Json]) -> dict[str, Json]:
+def compared(run: Run, answer: Mapping[str, Json]) -> dict[str, Json]:
     """Rows of predictions and measurements.
 
     Args:

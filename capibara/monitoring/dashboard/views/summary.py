@@ -52,7 +52,7 @@ def summary(run: Run, limits: Limits, alerts: int) -> dict[str, Json]:
         "goodput": round(goodput["productive"] / goodput["total"], 4) if goodput.get("total", 0.0) > 0 else None,
         "started": run.began_s,
         "updated": run.newest_s(),
-        "starts": run.lives.starts,
+        "starts": run.attempts.starts,
         "device_kind": clean(run.start.get("device_kind")),
         "device_count": start_value(run, "device_count"),
         "param_count": start_value(run, "param_count"),

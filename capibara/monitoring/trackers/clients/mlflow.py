@@ -67,7 +67,7 @@ class MlflowTracker(Tracker):
         self._id = ""
         self._metrics: list[Any] = []
         self._refused: collections.Counter[str] = collections.Counter()  # metrics, how often
-        self._said = set[str]()  # metrics, shared by all sessions
+        self._reported = set[str]()  # metrics, shared by all sessions
 
     @property
     def url(self) -> str | None:
@@ -83,14 +83,14 @@ class MlflowTracker(Tracker):
         self._client = client = tracking.MlflowClient(tracking_uri=self.uri)
         result = client.get_experiment_by_name(self.experiment)
         self._experiment = result.experiment_id if result is not None else client.create_experiment(self.experiment)
-        self._id = self._found(run) or str(
+        self._id = self._existing(run) or str(
             client.create_run(self._experiment, tags={_UID: run.uid}, run_name=self.name or run.name).info.run_id
         )
         client.update_run(self._id, status="RUNNING")
         self._set_params(run.config)
         return self._id
 
-    def _found(self, run: TrackedRun) -> str | None:
+    def _existing(self, run: TrackedRun) -> str | None:
         """The id of the run, if the server knows it: its creation may not have been noted here."""
         if run.run_id is not None:
             return run.run_id
@@ -162,8 +162,8 @@ class MlflowTracker(Tracker):
         if result.new and (not self._has_taken or self._untaken >= _MOST_UNTAKEN):
             raise result.new[0][1]
         for name, error in result.new:
-            if name not in self._said:
-                self._said.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 self._say(redact(f"mlflow does not take the metric {name}; skipped: {error}")[:_LONGEST_LINE])
             self._refused[name] += 1
 

@@ -26,7 +26,7 @@ BATCHING, LENGTH = EngineConfig(slots=2, prefix_cache_mib=0), 16
 def found(free, where=Where.AUTO, mesh=ServingMesh(), **sizes):
     """Axes with more than one chip; None: it does not fit."""
     model = api.build(DecoderConfig(**SIZES | sizes))
-    layout = own_chips.found(model, mesh, where, BATCHING, LENGTH, free=free)
+    layout = own_chips.layout_of(model, mesh, where, BATCHING, LENGTH, free=free)
     if layout is None:
         return None
     first = jax.tree.leaves(layout)[0]
@@ -41,7 +41,7 @@ def test_a_layer_is_shared_by_the_fewest_chips_that_hold_the_model(monkeypatch):
     assert found(None) == found(whole + 9) == {"data": 4}
     assert found(whole - 9) == {"data": 2, "tensor": 2}
     assert found(whole / 3) == {"tensor": 4}
-    assert own_chips.found(model, ServingMesh(), Where.AUTO, BATCHING, LENGTH, free=whole + 9, copies=9) is None
+    assert own_chips.layout_of(model, ServingMesh(), Where.AUTO, BATCHING, LENGTH, free=whole + 9, copies=9) is None
     assert found(whole / 3, num_kv_heads=2) is None  # two heads are not for four chips
     assert found(whole / 8) is None and found(whole, Where.ALL) is None
     assert found(None, mesh=ServingMesh(tensor=2)) == {"data": 2, "tensor": 2}
@@ -63,7 +63,7 @@ def test_what_comes_to_the_chips_is_the_merged_model_in_the_compute_dtype(lora):
     want = model.plain.computed(model.merge(params))
     spread = jax.device_put(params, sharding.shardings(mesh, plan.rules, model.axes))
     for asked in (ServingMesh(), ServingMesh(tensor=2, data=2)):
-        layout = own_chips.found(model, asked, Where.OWN, BATCHING, LENGTH)
+        layout = own_chips.layout_of(model, asked, Where.OWN, BATCHING, LENGTH)
         got = OwnChips(model, layout, plan.rules)(spread)
         same = jax.tree.map(lambda x, at: x.sharding.is_equivalent_to(at, x.ndim), got, layout)
         assert all(jax.tree.leaves(same))
@@ -87,7 +87,7 @@ def test_parameters_come_to_other_chips_without_the_host(monkeypatch, source, ch
     params = jax.jit(model.init)(jax.random.key(0))
     want = jax.device_get(model.computed(params))
     spread = jax.device_put(params, sharding.shardings(mesh, sharding.Rules(), model.axes))
-    layout = own_chips.found(model, asked, Where.OWN, BATCHING, LENGTH, devices=jax.devices()[chips])
+    layout = own_chips.layout_of(model, asked, Where.OWN, BATCHING, LENGTH, devices=jax.devices()[chips])
 
     def read(x):
         raise AssertionError("an array was read to the host")

@@ -58,7 +58,7 @@ def wait_until(condition):
 
 def warm_up(one, beside=True):
     """In a thread, as a server does: the settings of these tests are of the main thread, and programs depend on them."""
-    thread = threading.Thread(target=lambda: one.warm_up(beside=beside))
+    thread = threading.Thread(target=lambda: one.warm_up(background=beside))
     thread.start()
     thread.join()
 

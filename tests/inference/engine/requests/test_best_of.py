@@ -51,7 +51,7 @@ def test_two_texts_that_end_at_once_are_chosen_from_once(engine, monkeypatch):
                 barrier.wait(0.5)
             return super().__len__()
 
-    chosen, best._found = [], Slow()
+    chosen, best._completions = [], Slow()
     monkeypatch.setattr(best, "_choose", lambda: chosen.append(1))
     threads = [threading.Thread(target=best._take, args=(number, object())) for number in range(2)]
     for thread in threads:

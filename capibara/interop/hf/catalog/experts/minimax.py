@@ -131,12 +131,12 @@ _OWN_SIZES = {
 
 
 def _prepare_m3(values: Values) -> Values:
-    count, own = values["num_hidden_layers"], values.get(_OWN_CONFIG) or {}
-    if not isinstance(own, Mapping):
-        raise UserError(f"config.json has {_OWN_CONFIG} = {str(own)[:60]}, must be an object: copy the file again")
-    values = {**values, **{key: own[name] for key, name in _OWN_SIZES.items() if name in own}}
+    count, nested = values["num_hidden_layers"], values.get(_OWN_CONFIG) or {}
+    if not isinstance(nested, Mapping):
+        raise UserError(f"config.json has {_OWN_CONFIG} = {str(nested)[:60]}, must be an object: copy the file again")
+    values = {**values, **{key: nested[name] for key, name in _OWN_SIZES.items() if name in nested}}
     for key, kinds, given in (
-        ("layer_types", [*_SPARSE], own.get(_OWN_TYPES)),
+        ("layer_types", [*_SPARSE], nested.get(_OWN_TYPES)),
         ("mlp_layer_types", ["sparse", "dense"], values.get(_OWN_MLPS)),
     ):
         if values.get(key) is None:

@@ -1,4 +1,4 @@
-"""Goodput of a run from columns: each life's training lines are summed up, then counted by monitoring.goodput."""
+"""Goodput of a run from columns: each attempt's training lines are summed up, then counted by monitoring.goodput."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from capibara.monitoring.reading.tables import View
 _SUMS = ("rollout_s", "evaluate_s", "save_s", "start_s", "set_up_s", "restore_s", "reference_s")
 
 
-class Lives:
-    """The lives of a run, from one start or roll-back to the next; only the last one's lines are needed as they are."""
+class Attempts:
+    """The attempts of a run, from one start or roll-back to the next; only the last one's lines are needed as they are."""
 
     def __init__(self) -> None:
         self._closed: list[Record] = []
         self._open: list[Record] = []
-        self._begin = 0  # row of the table with which the open life begins
+        self._begin = 0  # row of the table with which the open attempt begins
         self._end_s = -math.inf
-        self._so_far = _Sums(0)  # of the open life's rows
+        self._so_far = _Sums(0)  # of the open attempt's rows
 
     @property
     def starts(self) -> int:
@@ -45,10 +45,10 @@ class Lives:
         return [record for record in (*self._closed, *self._open) if record.get("event") in AGAIN]
 
     def close(self, again: Record, train: View) -> None:
-        """Ends the open life; call before the table drops the rows that the next life repeats.
+        """Ends the open attempt; call before the table drops the rows that the next attempt repeats.
 
         Args:
-          again: the event that begins the next life.
+          again: the event that begins the next attempt.
           train: the training lines so far.
         """
         if self._open:
@@ -60,7 +60,7 @@ class Lives:
         self._so_far = _Sums(again["step"])
 
     def add(self, era: Era) -> None:
-        """Adds an era's events and times to the open life."""
+        """Adds an era's events and times to the open attempt."""
         if not self._open:
             return
         spent = [event for event in era.events if event.get("event") == "spent" and _is_time(event.get("time"))]
@@ -79,7 +79,7 @@ class Lives:
         return goodput.account([*self._closed, *self._open, *self._so_far.records(), self._last_record()])
 
     def forget_rows(self, train: View, count: int) -> None:
-        """Sums up the open life's lines so far, when rows are dropped from memory.
+        """Sums up the open attempt's lines so far, when rows are dropped from memory.
 
         Args:
           train: all rows.
@@ -98,7 +98,7 @@ class Lives:
         self._so_far.add(train, slice(begin, len(train)))
 
     def _split(self, train: View, kept_steps: int) -> list[Record]:
-        """The open life's rows, divided at the step from which its steps were repeated."""
+        """The open attempt's rows, divided at the step from which its steps were repeated."""
         begin = min(self._begin, len(train))
         inner = begin + int(np.searchsorted(train.steps[begin:], kept_steps, side="right"))
         last, records = self._so_far.first, list[Record]()
@@ -110,7 +110,7 @@ class Lives:
         return records
 
     def _last_record(self) -> Record:
-        """Says when the open life's last line was written."""
+        """Says when the open attempt's last line was written."""
         return {"kind": "eval", "step": self._open[0]["step"], "time": self._end_s}
 
 

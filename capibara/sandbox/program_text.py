@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import ast
 
 
-def parted(text: str) -> tuple[str, str]:
+def split(text: str) -> tuple[str, str]:
     """Splits a text; returns the program and its tests, which are empty if there are none.
 
     The tests begin at the function that the last statement calls, if it has assertions or gets another function of the text
