@@ -347,7 +347,7 @@ def test_folders_that_can_be_looked_at_again_are_no_fault(tmp_path, follow, monk
         def fails(roots):
             raise OSError(5, "Input/output error")
 
-        patch.setattr(folders, "found", fails)
+        patch.setattr(folders, "runs_below", fails)
         assert not follower.look() and "Input/output error" in follower.fault
     assert len(follower.look().added) == 1 and follower.fault is None
 
