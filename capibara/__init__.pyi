@@ -113,6 +113,7 @@ from capibara.evaluation.harness import Harness as Harness
 from capibara.evaluation.metrics import bleu as bleu
 from capibara.evaluation.metrics import choice_accuracy as choice_accuracy
 from capibara.evaluation.metrics import exact_match as exact_match
+from capibara.evaluation.metrics import pair_accuracy as pair_accuracy
 from capibara.evaluation.metrics import rouge as rouge
 from capibara.evaluation.metrics import token_f1 as token_f1
 from capibara.evaluation.programs import PassAtK as PassAtK

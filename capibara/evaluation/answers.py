@@ -14,7 +14,7 @@ import jax
 
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
-from capibara.evaluation.metrics import Choice
+from capibara.evaluation.metrics import Choice, PairScores
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.remix.remixing import Pathway, RemixExperts, unmixed
 from capibara.evaluation.scoring import Pair, Score
@@ -27,10 +27,11 @@ from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling import sentinels
 from capibara.inference.sampling.sampling import Sampling, changed
 from capibara.inference.thinking.answering import rate_of
-from capibara.inference.thinking.reward_model import RewardModel
+from capibara.inference.thinking.reward_model import RenderedAnswer, RewardModel
 from capibara.inference.thinking.strategy import Answer, Draft, Draw, Strategy
 
 _AHEAD = 4  # queued requests per slot
+_PAIRS = 16  # of a batch of a reward model
 Show = Callable[[str, str], None]
 
 
@@ -204,6 +205,31 @@ def prompt_of(subject: Subject, form: PromptFormat, text: str) -> tuple[Sequence
     if subject.trainer.dataset.encoder_length is not None:
         return text, ()
     return subject.vocabulary.prompt_ids(text), ()
+
+
+def scored(subject: Subject, name: str, items: Sequence[Item], recorded: Predictions, show: Show) -> list[PairScores]:
+    """A reward model's scores of the answers of each item's pair."""
+    rater, length = subject.reward_model, subject.trainer.dataset.length
+    abouts: list[dict[str, Any]] = []
+    answers: list[list[RenderedAnswer]] = []
+    for i, item in enumerate(items):
+        assert item.pair is not None, "a task of pairs has them"
+        where = f"{name}, example {i}"
+        answers.append([rater.rendered(side, f"{where}: {key}") for key, side in item.pair._asdict().items()])
+        if (longest := max(len(answer.ids) for answer in answers[-1])) > length:
+            raise UserError(
+                f"{where}: prompt and answer have {longest} tokens, must fit Dataset.length ({length}): raise that, or remove "
+                "the example"
+            )
+        sides = {key: side.messages for key, side in item.pair._asdict().items()}
+        abouts.append({"task": name, "example": i, **sides})
+    lines = recorded.beginning(abouts)
+    for start in range(len(lines), len(items), _PAIRS):
+        at = range(start, min(start + _PAIRS, len(items)))
+        scores = iter(rater.scores_of([answer for i in at for answer in answers[i]]))
+        lines += [recorded.add(abouts[i], {"scores": [next(scores), next(scores)]}) for i in at]
+        show(name, f"{len(lines)} of {len(items)} pairs")
+    return [PairScores(*line["scores"]) for line in lines]
 
 
 def ranked(

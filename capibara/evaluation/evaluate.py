@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +15,11 @@ import jax
 from capibara import __version__, config
 from capibara.core import extras
 from capibara.core.types import UserError
+from capibara.data.shards import tables
 from capibara.data.text import disk
 from capibara.evaluation import answers, metrics, seqio_tasks, validation
 from capibara.evaluation.answers import Show
+from capibara.evaluation.grouping import reward_bench
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.seqio_tasks import SeqioEvaluation
@@ -56,11 +60,13 @@ Task = Ours | Seqio | Validation
 
 
 def files_of(tasks: Sequence[Task]) -> list[str]:
-    """The files of the tasks."""
-    ours = [task for task in tasks if isinstance(task, Ours)]
-    return [
-        path for item in ours for path in disk.listed(f"{item.name}/EvalTask.files", item.task.files, disk.RECORDS)[0]
-    ]
+    """The files of the tasks; of tables and data sets of the Hub their names."""
+    files: list[str] = []
+    for item in [task for task in tasks if isinstance(task, Ours)]:
+        lines = [name for name in item.task.files if not tables.is_table(name)]
+        files += [name for name in item.task.files if tables.is_table(name)]
+        files += disk.listed(f"{item.name}/EvalTask.files", lines, disk.RECORDS)[0] if lines else []
+    return files
 
 
 def evaluate(
@@ -110,9 +116,12 @@ def _of_ours(subject: Subject, ours: Ours, recorded: Predictions, show: Show) ->
     how: dict[str, Any] = {"examples": len(items), "format": str(task.format), "files": list(task.files)}
     if task.retrieval is not None:
         how |= {"index": task.retrieval.index, "k": task.retrieval.k}
-    if task.thinking is not None:
+    if task.pairs:
+        del how["format"]
+        results: list[Any] = list(answers.scored(subject, name, items, recorded, show))
+    elif task.thinking is not None:
         chosen = answers.chosen(subject, name, task, items, task.thinking, ours.reward, recorded, show)
-        results: list[Any] = [answer.text for answer in chosen]
+        results = [answer.text for answer in chosen]
         how |= {"thinking": _thought(task.thinking, chosen), "sampling": changed(task.sampling)}
     elif task.choices is None:
         results = answers.generated(subject, name, task, items, recorded, show)
@@ -124,8 +133,7 @@ def _of_ours(subject: Subject, ours: Ours, recorded: Predictions, show: Show) ->
         if task.remix is not None:
             how |= {"remix": dataclasses.asdict(task.remix)}
     show(name, "metrics")
-    result, about = hosts.of_first(lambda: _measured(ours, results))
-    return _result({metric: Estimate(*item) for metric, item in result.items()}, **how, **about)
+    return hosts.of_first(lambda: _measured(ours, results, how))
 
 
 def _thought(strategy: Strategy, chosen: Sequence[Answer]) -> dict[str, Any]:
@@ -139,19 +147,40 @@ def _thought(strategy: Strategy, chosen: Sequence[Answer]) -> dict[str, Any]:
     )
 
 
-def _measured(ours: Ours, results: list) -> tuple[dict[str, tuple[float, float | None]], dict[str, Any]]:
-    """The values and standard errors of a task's metrics, and the metrics' own descriptions of how they ran."""
-    name = ours.name
-    result: dict[str, Estimate] = {}
+def _measured(ours: Ours, results: list, how: dict[str, Any]) -> dict[str, Any]:
+    """A task's metrics, of all examples and of each group, `how` they came about, and what they say of themselves."""
+    name, targets = ours.name, [item.target for item in ours.items]
+    groups = [item.group for item in ours.items if item.group is not None]
+    estimates: dict[str, Estimate] = {}
+    of_groups: dict[str, dict[str, Estimate]] = {group: {} for group in sorted(set(groups))}
     about: dict[str, Any] = {}
     for metric in ours.task.scored_by:
         with config.in_scope(name):  # bindings of the metric's parameters for this task
-            new = metrics.computed(metric, [item.target for item in ours.items], results)
-        if both := result.keys() & new.keys():
+            new, parts = metrics.computed(metric, targets, results, groups)
+        if both := estimates.keys() & new.keys():
             raise UserError(f"two of {name}/EvalTask.metrics return {both.pop()!r}: remove one of them")
-        result |= new
+        estimates |= new
+        for group, part in parts.items():
+            of_groups[group] |= part
         about |= getattr(metric, "about", dict)()
-    return {metric: (entry.value, entry.standard_error) for metric, entry in result.items()}, about
+    if ours.task.group_by is not None:
+        about |= {"groups": _by_group(ours.task.group_by, of_groups, collections.Counter(groups))}
+    return _result(estimates, **how, **about)
+
+
+def _by_group(key: str, of_groups: dict[str, dict[str, Estimate]], counts: Mapping[str, int]) -> dict[str, Any]:
+    """The metrics of each group, their means over groups, and those of RewardBench's sections."""
+    names = {name: None for estimates in of_groups.values() for name in estimates}
+    values = {
+        name: {group: estimates[name].value for group, estimates in of_groups.items() if name in estimates}
+        for name in names
+    }
+    sections = {name: reward_bench.sections(of_metric, counts) for name, of_metric in values.items()}
+    return {
+        "by": key,
+        "of": {group: _result(estimates, examples=counts[group]) for group, estimates in of_groups.items()},
+        "mean": {name: statistics.fmean(of_metric.values()) for name, of_metric in values.items()},
+    } | ({"sections": sections} if any(sections.values()) else {})
 
 
 def _result(estimates: dict[str, Estimate], **how: object) -> dict[str, Any]:
@@ -161,12 +190,11 @@ def _result(estimates: dict[str, Estimate], **how: object) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> list[str]:
     """The results as lines of text."""
-    rows = [("task", "metric", "value", "+-", "of")]
+    rows: list[tuple[str, ...]] = [("task", "metric", "value", "+-", "of")]
     for name, result in results["tasks"].items():
         size = f"{result['examples']} examples" if "examples" in result else f"{result['batches']} batches"
-        for metric, item in result["metrics"].items():
-            error = "" if item["standard_error"] is None else f"{item['standard_error']:.4f}"
-            rows.append((name, metric, f"{item['value']:.4f}", error, size))
+        rows += _rows(name, result["metrics"], size)
+        rows += _group_rows(name, result["groups"]) if "groups" in result else []
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [
         f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}".rstrip()
@@ -177,4 +205,28 @@ def table(results: dict[str, Any]) -> list[str]:
         f"{name}: programs isolated by {by['holder']}, {'with' if by['network'] else 'no'} network, tests "
         f"{'in a separate process' if by['separate'] else 'in the same process'}"
         for name, by in held.items()
+    ]
+
+
+def _rows(name: str, estimates: Mapping[str, Any], size: str) -> list[tuple[str, ...]]:
+    errors = {key: item["standard_error"] for key, item in estimates.items()}
+    shown = {key: "" if error is None else f"{error:.4f}" for key, error in errors.items()}
+    return [(name, key, f"{item['value']:.4f}", shown[key], size) for key, item in estimates.items()]
+
+
+def _group_rows(name: str, groups: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    by = groups["by"]
+    rows = [
+        row
+        for group, result in groups["of"].items()
+        for row in _rows(f"{name}, {by} {group}", result["metrics"], f"{result['examples']} examples")
+    ]
+    rows += [
+        (f"{name}, mean", key, f"{value:.4f}", "", f"{len(groups['of'])} of {by}")
+        for key, value in groups["mean"].items()
+    ]
+    return rows + [
+        (f"{name}, {section}", key, f"{value:.4f}", "", "RewardBench")
+        for key, sections in groups.get("sections", {}).items()
+        for section, value in sections.items()
     ]

@@ -55,6 +55,13 @@ class Choice(NamedTuple):
     bytes: int
 
 
+class PairScores(NamedTuple):
+    """A reward model's scores of the two answers of a preference pair."""
+
+    chosen: float
+    rejected: float
+
+
 def mean(values: Sequence[float]) -> Estimate:
     """The mean with the standard error s / sqrt(n), s with n - 1; None for a single number."""
     values = [float(value) for value in values]
@@ -64,16 +71,46 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(statistics.fmean(values), error)
 
 
-def computed(metric: Metric, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Estimate]:
-    """Calls a metric and converts its values to estimates.
+def computed(
+    metric: Metric, targets: Sequence[Any], predictions: Sequence[Any], groups: Sequence[str] = ()
+) -> tuple[dict[str, Estimate], dict[str, dict[str, Estimate]]]:
+    """Calls a metric and converts its values to estimates: of all examples, and of those of each group.
+
+    Values for each example are divided among the groups. A metric that has one number for all, such as BLEU, is called again
+    for each group.
+
+    Args:
+      metric: the metric.
+      targets, predictions: of the examples.
+      groups: the group of each example; empty: there are no groups.
 
     Raises:
       UserError: its values are not numbers, or a list does not have one for each example.
     """
-    name, result = name_of(metric), metric(targets, predictions)
+    returned = _returned(metric, targets, predictions)
+    estimates = _estimates(metric, returned, len(targets))
+    is_of_all = any(isinstance(value, Estimate) or np.ndim(value) == 0 for value in returned.values())
+    of_groups = {}
+    for group in sorted(set(groups)):
+        at = [i for i, other in enumerate(groups) if other == group]
+        if is_of_all:
+            values = _returned(metric, [targets[i] for i in at], [predictions[i] for i in at])
+        else:
+            values = {key: [value[i] for i in at] for key, value in returned.items()}
+        of_groups[group] = _estimates(metric, values, len(at))
+    return estimates, of_groups
+
+
+def _returned(metric: Metric, targets: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, Any]:
+    result = metric(targets, predictions)
     if not isinstance(result, Mapping):
-        raise UserError(f"the metric {name} returns {type(result).__name__}, must return a dict of numbers")
-    return {str(key): _estimate(name, str(key), value, len(targets)) for key, value in result.items()}
+        raise UserError(f"the metric {name_of(metric)} returns {type(result).__name__}, must return a dict of numbers")
+    return result
+
+
+def _estimates(metric: Metric, values: Mapping[str, Any], count: int) -> dict[str, Estimate]:
+    name = name_of(metric)
+    return {str(key): _estimate(name, str(key), value, count) for key, value in values.items()}
 
 
 def _estimate(metric: str, key: str, value: Any, count: int) -> Estimate:
@@ -132,6 +169,11 @@ def _checked(check: Callable[[int], None]) -> Callable[[Metric], Metric]:
 
 def _of_choices(metric: Metric) -> Metric:
     vars(metric).update(judges="choices")
+    return metric
+
+
+def _of_pairs(metric: Metric) -> Metric:
+    vars(metric).update(judges="pairs")
     return metric
 
 
@@ -278,3 +320,14 @@ def choice_accuracy(targets: Sequence[int], predictions: Sequence[Sequence[Choic
         ]
         for name, length in lengths.items()
     }
+
+
+# Pairs.
+
+
+@configurable
+@_of_pairs
+def pair_accuracy(targets: Sequence[None], predictions: Sequence[PairScores]) -> dict[str, Any]:
+    """Whether the chosen answer has the higher score; equal scores are wrong, as in RewardBench (arXiv:2403.13787)."""
+    del targets
+    return {"accuracy": [float(pair.chosen > pair.rejected) for pair in predictions]}

@@ -22,6 +22,7 @@ from capibara.inference.engine.placement import own_chips
 from capibara.inference.engine.placement.own_chips import OwnChips, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.inference.interactive import chat
+from capibara.inference.thinking.reward_model import RewardModel, check_head
 from capibara.interop.open_model import LoadedModel
 from capibara.models.api import Model
 from capibara.multihost import hosts
@@ -104,8 +105,33 @@ class Subject:
 
     @functools.cached_property
     def chat(self) -> chat.Chat:
-        flag = "EvalTask.format = 'chat' (or Harness.chat)"
+        flag = "EvalTask.format = 'chat' (or EvalTask.pairs, or Harness.chat)"
         return chat.of_run(self.trainer.dataset, flag, template=self.template)
+
+    @functools.cached_property
+    def reward_model(self) -> RewardModel:
+        """The model as one that scores answers, on all devices of one process.
+
+        Raises:
+          UserError: it is no reward model, scores steps, or is on several processes or a context axis.
+        """
+        path = str(self.about["model"])
+        check_head(path, self.model)
+        if (count := jax.process_count()) > 1:
+            raise UserError(f"EvalTask.pairs is for one process, and there are {count}: start one alone")
+        if (context := self.mesh.shape["context"]) > 1:
+            raise UserError(f"EvalTask.pairs does not support Plan.context ({context}): set it to 1")
+        is_sharded = self.mesh.size > 1
+        result = RewardModel(
+            path, self.model, self.params, self.trainer.dataset, self.chat.template,
+            self.trainer.plan if is_sharded else None, self.mesh if is_sharded else None,
+        )  # fmt: skip
+        if result.scores_steps:
+            raise UserError(
+                f"{path} scores the steps of an answer, and EvalTask.pairs needs one score of each: name a model of "
+                "--method=reward"
+            )
+        return result
 
     @functools.cached_property
     def _layout(self) -> PyTree | None:

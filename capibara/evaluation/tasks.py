@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import enum
 import string
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capibara.config import configurable
 from capibara.core import limits
 from capibara.core.fields import FilePath, did_you_mean
 from capibara.core.types import UserError
+from capibara.data.chat.formats import Preference, read_preference
+from capibara.data.shards import tables
 from capibara.data.text import disk
-from capibara.evaluation.metrics import choice_accuracy, name_of
+from capibara.evaluation.metrics import choice_accuracy, name_of, pair_accuracy
 from capibara.evaluation.remix.remixing import RemixExperts
 from capibara.inference.memory_agent.agent import MemoryAgent
 from capibara.inference.memory_agent.reading import check_sampling
@@ -40,8 +43,9 @@ class EvalTask:
     r"""A task; its name is the scope of its bindings: `qa/EvalTask.files = (...)` is the task qa.
 
     Attributes:
-      files: paths or globs of .jsonl files, one JSON object per line.
-      metrics: functions of (targets, predictions), see `metrics`; None: the accuracy of choices.
+      files: paths or globs of .jsonl files, one JSON object per line; Parquet or CSV files; or data sets of the Hugging Face
+        Hub (OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT).
+      metrics: functions of (targets, predictions), see `metrics`; None: the accuracy of choices or of pairs.
       prompt: the prompt, with keys of a line in braces: "Question: {question}\nAnswer:". Write {{ or }} for a brace.
       target: the key of the right answer, or of a list of right ones; a tuple of keys: the target is a dict of those
         that the line has.
@@ -55,6 +59,10 @@ class EvalTask:
       retrieval: the index whose chunks stand where `prompt` has {context}; None: lines have all that a prompt needs.
       remix: how a prompt's experts are re-mixed when its choices are ranked; None: they are not.
       memory: reads the line's document chunk by chunk, with `prompt` as the question; None: lines have no documents.
+      pairs: whether a line is a preference pair (`chosen`, `rejected` and their prompt, texts or messages), whose answers the
+        model, a reward model, scores; nothing else is then asked of a line.
+      group_by: the key of a line's group, such as "subset": metrics are reported for each group as well, with their mean over
+        groups; None: they are not.
     """
 
     files: tuple[FilePath, ...]
@@ -70,10 +78,14 @@ class EvalTask:
     retrieval: Retrieval | None = None
     memory: MemoryAgent | None = None
     remix: RemixExperts | None = None
+    pairs: bool = False
+    group_by: str | None = None
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise UserError(f"EvalTask.num_samples is {self.num_samples}, must be at least 1")
+        if self.pairs:
+            self._check_pairs()
         if not self.scored_by:
             raise UserError("EvalTask.metrics is empty: name some, e.g. (@exact_match, @token_f1)")
         if self.choices is not None and self.num_samples > 1:
@@ -113,15 +125,31 @@ class EvalTask:
                 f"EvalTask.retrieval is set and EvalTask.prompt ({self.prompt!r}) has no {{{contexts.KEY}}} where its chunks would "
                 "stand: add it"
             )
-        judged = "texts" if self.choices is None else "choices"
+        self._check_metrics()
+
+    def _check_metrics(self) -> None:
+        judged = "pairs" if self.pairs else "texts" if self.choices is None else "choices"
         for metric in self.scored_by:
             if (takes := getattr(metric, "judges", judged)) != judged:
+                is_of_pairs = "pairs" in (takes, judged)
+                option, value = ("pairs", self.pairs) if is_of_pairs else ("choices", self.choices)
+                fix = {"choices": "set it to their key", "pairs": "set it to True"}.get(takes, "remove one of the two")
                 raise UserError(
-                    f"EvalTask.metrics has {name_of(metric)}, which is for {takes}, but EvalTask.choices is "
-                    f"{self.choices!r}: {'set it to their key' if takes == 'choices' else 'remove one of the two'}"
+                    f"EvalTask.metrics has {name_of(metric)}, which is for {takes}, but EvalTask.{option} is {value!r}: "
+                    f"{'remove one of the two' if self.pairs else fix}"
                 )
             if hasattr(metric, "check"):
                 metric.check(self.num_samples)
+
+    def _check_pairs(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.name in ("files", "metrics", "pairs", "group_by"):
+                continue
+            if (value := getattr(self, field.name)) != field.default:
+                raise UserError(
+                    f"EvalTask.{field.name} is {str(value)!r}, and EvalTask.pairs True, whose lines are scored as they are: leave "
+                    "one out"
+                )
 
     def _check_memory(self) -> None:
         if self.memory is None:
@@ -151,17 +179,30 @@ class EvalTask:
     def scored_by(self) -> tuple[Callable[..., Any], ...]:
         if self.metrics is not None:
             return self.metrics
+        if self.pairs:
+            return (pair_accuracy,)
         return () if self.choices is None else (choice_accuracy,)
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A line of a task: the prompt, the target, the choices (empty: the answer is generated), and the document, if it has one."""
+    """A line of a task.
+
+    Attributes:
+      prompt: the prompt; of a pair empty.
+      target: the right answer; of a pair None.
+      choices: the choices; empty: the answer is generated.
+      document: the document that is read, if the task has a memory.
+      pair: the two conversations, if the task is of pairs.
+      group: the group, if the task has groups.
+    """
 
     prompt: str
     target: Any
     choices: tuple[str, ...] = ()
     document: str | None = None
+    pair: Preference | None = None
+    group: str | None = None
 
 
 def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index | None = None) -> list[Item]:
@@ -176,9 +217,26 @@ def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index
     Raises:
       UserError: a file is missing, empty or cut off, or a line lacks a key of the task.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        paths, _ = disk.listed(f"{name}/EvalTask.files", tables.with_tables(task.files, folder), disk.RECORDS)
+        records, places = _records(paths, limit)
+    if not records:
+        raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) have no lines: write at least one")
+    if task.retrieval is not None:
+        assert index is not None, "whoever reads a task with a retrieval opens its index"
+        texts = task.retrieval.contexts(records, index, f"{name}/EvalTask.files")
+        records = [{**record, contexts.KEY: text} for record, text in zip(records, texts)]
+    items = [_item(task, record, where) for record, where in zip(records, places)]
+    if task.group_by is None:
+        return items
+    groups = [_group(record, task.group_by, where) for record, where in zip(records, places)]
+    return [dataclasses.replace(item, group=group) for item, group in zip(items, groups)]
+
+
+def _records(paths: Sequence[str], limit: int | None) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The objects of at most `limit` lines, and their files and numbers."""
     records: list[Mapping[str, Any]] = []
     places: list[str] = []
-    paths, _ = disk.listed(f"{name}/EvalTask.files", task.files, disk.RECORDS)
     for path in paths:
         try:
             for number, line in packed.lines(path):
@@ -188,13 +246,7 @@ def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index
                 places.append(f"{path}:{number}")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
-    if not records:
-        raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) have no lines: write at least one")
-    if task.retrieval is not None:
-        assert index is not None, "whoever reads a task with a retrieval opens its index"
-        texts = task.retrieval.contexts(records, index, f"{name}/EvalTask.files")
-        records = [{**record, contexts.KEY: text} for record, text in zip(records, texts)]
-    return [_item(task, record, where) for record, where in zip(records, places)]
+    return records, places
 
 
 def _record(line: str, where: str) -> Mapping[str, Any]:
@@ -208,6 +260,8 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
 
 
 def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
+    if task.pairs:
+        return Item("", None, pair=read_preference(record, where))
     used = {name for _, name, _, _ in string.Formatter().parse(task.prompt) if name is not None}
     values = {name: _value(record, name, "EvalTask.prompt", where) for name in used}
     prompt = task.prompt.format(**values)
@@ -224,6 +278,15 @@ def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
     if not target:
         _value(record, task.target[0], "EvalTask.target", where)
     return Item(prompt, target, document=document)
+
+
+def _group(record: Mapping[str, Any], key: str, where: str) -> str:
+    group = _value(record, key, "EvalTask.group_by", where)
+    if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
+        raise UserError(
+            f"{where}: {key!r} is {str(group)[:60]!r}, must be a name or a whole number: give the line's group"
+        )
+    return str(group)
 
 
 def _document(record: Mapping[str, Any], memory: MemoryAgent, where: str) -> str:

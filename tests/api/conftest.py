@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -62,3 +63,17 @@ def folder(tmp_path_factory) -> str:
     for name, records in rows.items():
         (there / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(there)
+
+
+def save_reward(folder, path, largest: float = 0.1) -> str:
+    """A reward model of random weights, whose weights of the score are at most `largest`, with the tokenizer and chat template of the model."""
+    files = {name: b"" for name in ("tokenizer.json", "tokenizer_config.json")}
+    for name in files:
+        (path / name).write_bytes(open(f"{folder}/run/{name}", "rb").read())
+    files["tokenizer_config.json"] = (path / "tokenizer_config.json").read_bytes()
+    scored = dataclasses.replace(CONFIG, head="score")
+    params = jax.tree.map(lambda x: x * 3, jax.jit(api.build(scored).init)(jax.random.key(2)))
+    params["score"] = params["score"] / abs(params["score"]).max() * largest
+    run_folder.save(str(path), params, gin_of.run(scored, str(path), files))
+    config.reset()
+    return str(path)

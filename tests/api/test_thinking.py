@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 
-import jax
 import pytest
 
 import capibara as cb
@@ -15,12 +13,9 @@ from capibara import config
 from capibara.cli import evaluate, infer, serve
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
-from capibara.interop import gin_of
-from capibara.models import api
 from capibara.multihost import exits
-from capibara.training import run_folder
 
-from .conftest import CONFIG
+from .conftest import save_reward
 
 DRAWN = dict(max_new_tokens=3, temperature=1.5)
 
@@ -38,20 +33,6 @@ def model(folder):
 @pytest.fixture(scope="module")
 def reward(folder, tmp_path_factory):
     return save_reward(folder, tmp_path_factory.mktemp("reward"))
-
-
-def save_reward(folder, path, largest: float = 0.1) -> str:
-    """A reward model of random weights, whose weights of the score are at most `largest`, with the tokenizer and chat template of the model."""
-    files = {name: b"" for name in ("tokenizer.json", "tokenizer_config.json")}
-    for name in files:
-        (path / name).write_bytes(open(f"{folder}/run/{name}", "rb").read())
-    files["tokenizer_config.json"] = (path / "tokenizer_config.json").read_bytes()
-    scored = dataclasses.replace(CONFIG, head="score")
-    params = jax.tree.map(lambda x: x * 3, jax.jit(api.build(scored).init)(jax.random.key(2)))
-    params["score"] = params["score"] / abs(params["score"]).max() * largest
-    run_folder.save(str(path), params, gin_of.run(scored, str(path), files))
-    config.reset()
-    return str(path)
 
 
 def test_python_votes_rates_and_asks_again(model, reward):

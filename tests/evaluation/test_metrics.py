@@ -14,7 +14,12 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.evaluation import metrics, rouge_words
-from capibara.evaluation.metrics import Choice, Estimate, computed
+from capibara.evaluation.metrics import Choice, Estimate, PairScores
+
+
+def computed(metric, targets, predictions):
+    return metrics.computed(metric, targets, predictions)[0]
+
 
 TARGETS = ["the cat sat on the mat", "there is a house in New Orleans", "to be, or not to be"]
 TEXTS = ["the cat is on the mat today", "There is a house in New York", "to be or what"]
@@ -205,3 +210,31 @@ def test_what_a_metric_may_give():
         metrics.exact_match([{"test": ""}], ["a"])
     with pytest.raises(UserError, match="must be a text"):
         metrics.exact_match(["a"], [[Choice(-1.0, 1, 1)]])
+
+
+def test_groups_divide_values_and_call_a_metric_of_all_again():
+    calls = []
+
+    def metric(targets, predictions):
+        calls.append(len(targets))
+        return {"same": [float(t == p) for t, p in zip(targets, predictions)]}
+
+    targets, predictions, groups = ["a", "b", "c", "d"], ["a", "x", "c", "x"], ["two", "two", "one", "two"]
+    total, of_groups = metrics.computed(metric, targets, predictions, groups)
+    assert total["same"].value == 0.5 and calls == [4]
+    assert list(of_groups) == ["one", "two"]
+    assert of_groups["one"]["same"] == Estimate(1.0, None)
+    assert of_groups["two"]["same"] == metrics.mean([1.0, 0.0, 0.0])
+    assert metrics.computed(metric, targets, predictions)[1] == {}
+    count = lambda targets, predictions: {"count": len(targets)}  # noqa: E731
+    assert {
+        key: item["count"].value for key, item in metrics.computed(count, targets, predictions, groups)[1].items()
+    } == {
+        "one": 1,
+        "two": 3,
+    }
+
+
+def test_the_chosen_answer_of_a_pair_must_have_the_higher_score():
+    scores = [PairScores(1.0, 0.5), PairScores(0.5, 0.5), PairScores(-1.0, 0.0)]
+    assert metrics.pair_accuracy([None] * 3, scores) == {"accuracy": [1.0, 0.0, 0.0]}

@@ -34,7 +34,7 @@ def test_the_estimate_is_the_mean_over_all_choices_of_k():
 def test_programs_are_run_with_their_tests():
     metric = PassAtK(k=(1, 2), sandbox=Sandbox(seconds=3))
     good, bad = "    return a + b", "    return a - b"
-    found = computed(metric, [ADD, ADD, ADD], [[good, bad], [bad, bad], [good, good]])
+    found = computed(metric, [ADD, ADD, ADD], [[good, bad], [bad, bad], [good, good]])[0]
     assert found["pass@1"].value == pytest.approx(0.5) and found["pass@2"].value == pytest.approx(2 / 3)
     assert found["pass@1"].standard_error == pytest.approx(0.5 / 3**0.5)
     assert PassAtK(sandbox=Sandbox(seconds=3))([ADD], [good]) == {"pass@1": [1.0]}

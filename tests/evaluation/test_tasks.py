@@ -15,7 +15,7 @@ from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary
 from capibara.evaluation import evaluate
-from capibara.evaluation.metrics import choice_accuracy, exact_match
+from capibara.evaluation.metrics import choice_accuracy, exact_match, pair_accuracy
 from capibara.evaluation.programs import PassAtK
 from capibara.evaluation.tasks import EvalTask, Item, read_items
 from capibara.inference.memory_agent.agent import MemoryAgent
@@ -69,6 +69,60 @@ def test_mistakes_in_files_name_the_line(lines, tmp_path):
             items(lines(good | {"c": choices, "target": answer}), choices="c", metrics=None)
     with pytest.raises(UserError, match=r"qa.jsonl:1 is no JSON"):
         items(lines("[" * 50000))
+
+
+def test_lines_of_pairs_have_two_conversations_and_groups_have_names(lines):
+    path = lines({"prompt": "1+1?", "chosen": "2", "rejected": "3", "subset": "sums"})
+    (item,) = items(path, metrics=None, pairs=True, group_by="subset")
+    assert [message["content"] for message in item.pair.rejected.messages] == ["1+1?", "3"]
+    assert item.group == "sums" and item.target is None
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    whole = lines({"chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "3"}]})
+    assert items(whole, metrics=None, pairs=True)[0].pair == item.pair
+    assert [i.group for i in items(lines({"prompt": "?", "target": "!", "level": 3}), group_by="level")] == ["3"]
+    with pytest.raises(
+        UserError, match="qa.jsonl:1 has no 'subset', which EvalTask.group_by needs: did you mean subsets"
+    ):
+        items(lines({"prompt": "?", "target": "!", "subsets": "x"}), group_by="subset")
+    for value in ("", " ", None, True, 1.5, ["x"]):
+        with pytest.raises(UserError, match="'subset' is .*, must be a name or a whole number"):
+            items(lines({"prompt": "?", "target": "!", "subset": value}), group_by="subset")
+    with pytest.raises(UserError, match="qa.jsonl:1 is no preference pair: it needs chosen and rejected"):
+        items(lines({"prompt": "?", "chosen": "!"}), metrics=None, pairs=True)
+
+
+@pytest.mark.parametrize(
+    "fields, error",
+    [
+        ({"prompt": "{q}"}, r"EvalTask.prompt is '\{q\}', and EvalTask.pairs True"),
+        ({"target": "a"}, "EvalTask.target is 'a', and EvalTask.pairs True"),
+        ({"choices": "c"}, "EvalTask.choices is 'c', and EvalTask.pairs True"),
+        ({"num_samples": 2}, "EvalTask.num_samples is '2', and EvalTask.pairs True"),
+        ({"format": "chat"}, "EvalTask.format is 'chat', and EvalTask.pairs True"),
+        ({"memory": MemoryAgent()}, "EvalTask.memory is .*, and EvalTask.pairs True"),
+        ({"metrics": (exact_match,)}, "exact_match, which is for texts, but EvalTask.pairs is True: remove one"),
+    ],
+)
+def test_pairs_are_asked_nothing_else(fields, error):
+    with pytest.raises(UserError, match=error):
+        EvalTask(files=("x.jsonl",), pairs=True, **fields)
+
+
+def test_metrics_of_pairs_need_pairs():
+    with pytest.raises(
+        UserError, match="pair_accuracy, which is for pairs, but EvalTask.pairs is False: set it to True"
+    ):
+        EvalTask(files=("x.jsonl",), metrics=(pair_accuracy,))
+
+
+def test_tables_are_read_as_lines(tmp_path):
+    path = tmp_path / "qa.csv"
+    path.write_text("prompt,target\n1+1?,2\n")
+    assert items(str(path)) == [Item("1+1?", "2")]
+    name = evaluate.Ours("qa", EvalTask(files=(str(path),), metrics=(exact_match,)), [])
+    assert evaluate.files_of([name]) == [str(path)]
+    with pytest.raises(UserError, match="none.parquet does not exist"):
+        items(str(tmp_path / "none.parquet"))
 
 
 def test_a_line_of_a_task_with_a_memory_has_a_document(tmp_path):
@@ -211,6 +265,7 @@ READY = {
     "questions": ("QUESTIONS", {"question": "1+1?", "answer": ["2", "two"]}, "Question: 1+1?\nAnswer:"),
     "choices": ("CHOICES", {"question": "1+1?", "choices": ["1", "2"], "answer": "B"}, "Question: 1+1?\nAnswer:"),
     "humaneval": ("PROBLEMS", {"prompt": "def f", "test": "", "entry_point": "f", "task_id": "0"}, "def f"),
+    "pairs": ("PAIRS", {"prompt": "1+1?", "chosen": "2", "rejected": "3", "subset": "x"}, ""),
     "ruler": ("RULER", {"question": "who?", "answer": "x", "document": "long"}, "who?"),
     "texts": ("TEXTS", {"source": "long", "target": "short"}, "long"),
 }

@@ -20,7 +20,6 @@ COVERED = {ENGINE, test_consensus.START, *(program.site for program in test_trai
 ON_ONE_DEVICE = {
     "api/scored_model.py ScoredModel._logits": "a notebook's model, one row at a time",
     "api/scored_model.py ScoredModel._hidden": "a notebook's model, one row at a time",
-    "inference/thinking/reward_model.py RewardModel.__init__": "a judge of a few answers, on one device",
     "interop/peft_runs.py merged": "convert has all of a model on one device",
     "interop/quantize/awq.py _loss": "convert rounds a layer at a time, on one device",
     "interop/conversion.py _merged": "convert has all of a model on one device",

@@ -17,6 +17,7 @@ from capibara.checkpoints import saving
 from capibara.consensus.privacy import Privacy
 from capibara.evaluation import scoring
 from capibara.inference.engine.placement import own_chips
+from capibara.inference.thinking.reward_model import make_answer_scores
 from capibara.interop.experts import measuring
 from capibara.objectives import reference
 from capibara.objectives.base import of_cross_entropy
@@ -88,6 +89,10 @@ def rollout_parameters(case):
 
 def scores(case):
     return scoring.make_scores(case.model, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+
+
+def answer_scores(case):
+    return make_answer_scores(case.model, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
 
 
 def use_of_experts(case):
@@ -185,6 +190,9 @@ PROGRAMS = {
     "parameters for rollouts": Program(COMPUTED, rollout_parameters, ("decoder", "experts", "decoder QLoRA")),
     "parameter for other chips": Program(RESHARDED, array_for_other_chips, ("decoder", "experts")),
     "scores": Program("evaluation/scoring.py _scores", scores, READS),
+    "scores of answers": Program(
+        "inference/thinking/reward_model.py make_answer_scores", answer_scores, ("decoder", "experts")
+    ),
     "use of experts": Program("interop/experts/measuring.py make_sums", use_of_experts, ("experts", "gpt-oss")),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
@@ -220,6 +228,7 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("parameters for rollouts", "decoder QLoRA", "v5e-4"),
     ("parameter for other chips", "decoder", "v5e-4"),
     ("scores", "encoder-decoder", "v5e-4"),
+    ("scores of answers", "decoder", "v5e-4"),
     ("use of experts", "experts", "v5e-4"),
     ("replica check", "decoder QLoRA", "v5e-4"),
     ("all finite", "decoder QLoRA", "v5e-4"),

@@ -66,7 +66,7 @@ def select(names: Sequence[str], limit: int | None, subject: Subject | None = No
                 f"a Gin file; for a SeqIO task write seqio:{name})"
             )
     if subject is not None and any(
-        isinstance(entry, Ours) and entry.task.format is PromptFormat.CHAT for entry in result
+        isinstance(entry, Ours) and (entry.task.format is PromptFormat.CHAT or entry.task.pairs) for entry in result
     ):
         subject.template = models.chat_template(subject.trainer.dataset)
     config.check_used([metric for entry in result if isinstance(entry, Ours) for metric in entry.task.scored_by])

@@ -18,6 +18,7 @@ from capibara.storage.store import Entry
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?(?::([\w.\[\]%:-]+))?")
 _JSON = (".jsonl", ".json", ".gz", ".zst", ".bz2", ".xz")
+_TABLES = (".parquet", ".csv")
 _EVERY = 10_000  # rows between two lines of the progress
 
 Show = Callable[[str, str], None]
@@ -38,10 +39,15 @@ def with_tables(files: Sequence[str], folder: str, show: Show = lambda topic, de
     return tuple(_as_lines(name, folder, show) for name in files)
 
 
+def is_table(name: str) -> bool:
+    """Whether a path or name is a table, which is read as JSON lines once it is written as such."""
+    return name.lower().endswith(_TABLES) or _named(name) is not None
+
+
 def _as_lines(name: str, folder: str, show: Show) -> str:
     """The file of JSON lines of a table; the name itself of what is none."""
     suffix = os.path.splitext(name)[1].lower()
-    if suffix in (".parquet", ".csv"):
+    if suffix in _TABLES:
         entries = stores.of(name).matching(name)
         if not entries:
             raise UserError(f"{name} does not exist: name a file, or a glob such as *{suffix}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation
@@ -16,6 +20,7 @@ from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.inference.thinking.strategy import Scores
 from capibara.models.api import Head, Model
+from capibara.sharding import Plan
 
 _SMALLEST_ROW = 32
 
@@ -28,26 +33,60 @@ def check_head(path: str, model: Model) -> None:
         )
 
 
+def make_answer_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], jax.Array]:
+    """A jitted function (params, batch) -> the score after each token, float32 [B, T], on all devices of the mesh."""
+
+    def scores(params: Params, batch: Batch) -> jax.Array:
+        if plan is None or mesh is None:
+            return model.logits(params, batch)[..., 0].astype(jnp.float32)
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            return model.logits(params, batch)[..., 0].astype(jnp.float32)
+
+    placed: dict[str, Any] = {}
+    if plan is not None and mesh is not None:
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        placed = {"in_shardings": (None, sharding.batch_sharding(mesh, plan.rules)), "out_shardings": everywhere}
+    return jax.jit(scores, **placed)
+
+
+class RenderedAnswer(NamedTuple):
+    """The tokens of a prompt and an answer, and where scores are read."""
+
+    ids: np.ndarray
+    ends: np.ndarray
+
+
 class RewardModel:
     """Scores answers as the model was trained to: an answer at its last token, a step at the end of its separator.
 
     Args:
       path: of the model, for errors.
       model: with a score in the place of logits.
-      params: its parameters, on one device.
+      params: its parameters, on one device or as `plan` shards them over `mesh`.
       dataset: of its training, whose source says whether it scores steps.
       template: of its chats.
+      plan: the plan of parameters that are sharded, without a context axis; None: they are on one device.
+      mesh: the mesh of the parameters; None: they are on one device.
     """
 
-    def __init__(self, path: str, model: Model, params: Params, dataset: Dataset, template: ChatTemplate):
+    def __init__(
+        self, path: str, model: Model, params: Params, dataset: Dataset, template: ChatTemplate,
+        plan: Plan | None = None, mesh: Mesh | None = None,
+    ):  # fmt: skip
         self._path, self._params, self._length, self._template = path, params, dataset.length, template
         self._vocabulary, source = dataset.get_vocabulary(), dataset.source
         self._separator = source.separator if isinstance(source, StepsJsonlSource) else None
+        self._unit = 1
+        if plan is not None and mesh is not None:
+            pipeline = plan.pipeline(mesh)
+            shards = math.prod(mesh.shape[axis] for axis in sharding.batch_axes(mesh.shape, plan.rules))
+            self._unit = shards * (pipeline.microbatches if pipeline else 1)
+        self._score = make_answer_scores(model, plan, mesh)
 
-        def score(params: Params, batch: Batch) -> jax.Array:
-            return model.logits(params, batch)[..., 0].astype(jnp.float32)
-
-        self._score = jax.jit(score)
+    @property
+    def scores_steps(self) -> bool:
+        """Whether an answer has a score for each of its steps."""
+        return self._separator is not None
 
     def scores(self, prompt: Conversation, answers: Sequence[str]) -> list[Scores]:
         """The scores of each answer to a prompt: a number, or a list with one for each step.
@@ -55,39 +94,52 @@ class RewardModel:
         Raises:
           UserError: prompt and answer do not fit a row, or a score is not finite.
         """
-        rendered = [self._rendered(prompt, answer) for answer in answers]
-        longest = max(len(ids) for ids, _ in rendered)
+        messages = [{"role": "assistant", "content": answer} for answer in answers]
+        rendered = [
+            self.rendered(prompt._replace(messages=[*prompt.messages, message]), "an answer") for message in messages
+        ]
+        longest = max(len(answer.ids) for answer in rendered)
         if longest > self._length:
             raise UserError(
                 f"prompt and answer have {longest} tokens, must fit the {self._length} of {self._path}: shorten the answers "
                 "(Sampling.max_new_tokens)"
             )
+        return self.scores_of(rendered)
+
+    def scores_of(self, answers: Sequence[RenderedAnswer]) -> list[Scores]:
+        """The scores of rendered answers, which fit a row, as in `scores`.
+
+        Raises:
+          UserError: a score is not finite.
+        """
+        longest = max(len(answer.ids) for answer in answers)
         size = min(max(_SMALLEST_ROW, 1 << (longest - 1).bit_length()), self._length)
-        batch = {name: np.zeros((len(answers), size), np.int32) for name in ("tokens", "segment_ids")}
-        for row, (ids, _) in enumerate(rendered):
-            batch["tokens"][row, : len(ids)] = ids
-            batch["segment_ids"][row, : len(ids)] = 1
-        batch["positions"] = np.tile(np.arange(size, dtype=np.int32), (len(answers), 1))
+        rows = -(-len(answers) // self._unit) * self._unit
+        batch = {name: np.zeros((rows, size), np.int32) for name in ("tokens", "segment_ids")}
+        for row, answer in enumerate(answers):
+            batch["tokens"][row, : len(answer.ids)] = answer.ids
+            batch["segment_ids"][row, : len(answer.ids)] = 1
+        batch["positions"] = np.tile(np.arange(size, dtype=np.int32), (rows, 1))
         result = np.asarray(self._score(self._params, batch))
-        scores = [result[row, ends] for row, (_, ends) in enumerate(rendered)]
+        scores = [result[row, answer.ends] for row, answer in enumerate(answers)]
         if not all(np.isfinite(values).all() for values in scores):
             raise UserError(
                 f"{self._path} scores an answer as nan or infinity: name a reward model that has not diverged"
             )
-        return [float(values[0]) if self._separator is None else values.tolist() for values in scores]
+        return [values.tolist() if self.scores_steps else float(values[0]) for values in scores]
 
-    def _rendered(self, prompt: Conversation, answer: str) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a prompt and an answer, and where scores are read."""
+    def rendered(self, conversation: Conversation, where: str) -> RenderedAnswer:
+        """The tokens of a conversation that ends with an answer; errors, which name `where`, as in the template."""
         if self._separator is None:
-            message = {"role": "assistant", "content": answer}
-            whole = prompt._replace(messages=[*prompt.messages, message])
-            text = render_example(self._template, whole, TrainOn.LAST, "an answer").text
+            text = render_example(self._template, conversation, TrainOn.LAST, where).text
             ids, _ = self._vocabulary.encode_rendered(text)
-            return ids, np.array([len(ids) - 1])
+            return RenderedAnswer(ids, np.array([len(ids) - 1]))
+        *before, answer = conversation.messages
+        prompt = conversation._replace(messages=before)
         text, ends = self._template.render(prompt, "the prompt", add_generation_prompt=True).text, []
-        for step in answer.split(self._separator):
+        for step in answer["content"].split(self._separator):
             if step.strip():
                 text += step + self._separator
                 ends.append(len(text))
         ids, offsets = self._vocabulary.encode_rendered(text)
-        return ids, np.searchsorted(offsets[:, 0], ends).astype(int) - 1
+        return RenderedAnswer(ids, np.searchsorted(offsets[:, 0], ends).astype(int) - 1)

@@ -1,0 +1,1 @@
+"""Metrics of groups of examples, as benchmarks define them."""
