@@ -9,7 +9,7 @@ from typing import Any
 from capibara.config import configurable
 from capibara.core import extras
 from capibara.core.types import UserError
-from capibara.strategies.rewards.math_process import verifying
+from capibara.strategies.rewards.math_process import is_readable, verifying
 from capibara.strategies.rewards.verifier import Verifier
 
 
@@ -44,7 +44,7 @@ class MathAnswer(Verifier):
 
     def check_record(self, record: Mapping[str, Any]) -> None:
         right = self._right(record)
-        if not verifying().readable(right, self.seconds):
+        if not is_readable(right, self.seconds):
             raise UserError(
                 f"MathAnswer.field ({self.field!r}) of a record is {right[:100]!r}, must be one number or formula: write it as "
                 "LaTeX, between $ where it has words"

@@ -6,6 +6,8 @@ import functools
 
 from capibara.strategies.rewards.bounded_process import BoundedProcesses
 
+_RECORDS = 4096  # answers of records that are remembered; one has some tens of bytes
+
 
 class MathProcesses:
     """Several processes of `math_worker`."""
@@ -24,6 +26,12 @@ class MathProcesses:
     def close(self) -> None:
         """Ends the processes."""
         self._processes.close()
+
+
+@functools.lru_cache(maxsize=_RECORDS)
+def is_readable(right: str, seconds: float) -> bool:
+    """Whether a record's answer is a formula; asked once for the answers of a group, which have the same record."""
+    return verifying().readable(right, seconds)
 
 
 @functools.cache

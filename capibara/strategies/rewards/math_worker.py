@@ -6,6 +6,7 @@ SymPy evaluates what it reads, and some short formulas take for ever or all memo
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ import signal
 import sys
 
 MEMORY_BYTES = 2**31  # of address space
+_RECORDS = 256  # answers of records whose formulas are remembered
 _LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
 _COMMAND = re.compile(r"\\(?:text|mathrm|operatorname|mbox)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2}")
@@ -33,6 +35,7 @@ def main() -> None:
     def read(text: str, *kinds: object) -> list:
         return math_verify.parse(text, [*kinds], parsing_timeout=None)
 
+    @functools.lru_cache(maxsize=_RECORDS)
     def right(text: str) -> list:
         formula = formula_of(text)
         return [] if formula is None else read(formula, latex)

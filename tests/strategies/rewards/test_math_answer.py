@@ -7,8 +7,9 @@ import time
 import pytest
 
 from capibara.core.types import UserError
+from capibara.strategies.rewards.bounded_process import BoundedProcess
 from capibara.strategies.rewards.math_answer import MathAnswer
-from capibara.strategies.rewards.math_process import MathProcesses
+from capibara.strategies.rewards.math_process import MathProcesses, is_readable
 from capibara.strategies.rewards.math_worker import formula_of
 
 pytest.importorskip("math_verify")
@@ -76,3 +77,24 @@ def test_options_are_checked():
             MathAnswer(seconds=seconds)
     with pytest.raises(UserError, match=r"no field 'answer' \(it has: n\): set MathAnswer.field"):
         MathAnswer().check_record({"n": 1})
+
+
+def test_the_answer_of_a_record_is_read_once_for_a_group(monkeypatch):
+    asked: list[str] = []
+
+    def ask(self, request, seconds):
+        asked.append(request["right"])
+        return request["right"] != "two words"
+
+    monkeypatch.setattr(BoundedProcess, "ask", ask)
+    is_readable.cache_clear()
+    for right in ("72", "72", "73", "72"):
+        MathAnswer().check_record({"answer": right})
+    assert asked == ["72", "73"]
+    MathAnswer(seconds=9.0).check_record({"answer": "72"})  # more time may read more
+    assert asked == ["72", "73", "72"]
+    for _ in range(2):
+        with pytest.raises(UserError, match="of a record is 'two words', must be one number or formula"):
+            MathAnswer().check_record({"answer": "two words"})
+    assert is_readable.cache_info().maxsize is not None
+    is_readable.cache_clear()
