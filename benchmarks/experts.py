@@ -217,6 +217,12 @@ def remixed(args: argparse.Namespace) -> dict[str, float]:
         for count in (3, 8)
         for strength in (0.25, 0.5, 1.0)
     }
+    ways |= {
+        f"gradient steps, 3 neighbours, learning rate {rate}": cb.RemixExperts(
+            references=(references,), strength=1.0, method="neighborhood_gradient", learning_rate=rate
+        )
+        for rate in (0.1, 1.0, 10.0)
+    }
     tasks = {
         f"way_{number}": cb.EvalTask(files=(questions,), choices="choices", before_choice="", remix=remix)
         for number, remix in enumerate(ways.values())

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.evaluation.metrics import Choice, PairScores
 from capibara.evaluation.predictions import Predictions
-from capibara.evaluation.remix.remixing import Pathway, RemixExperts, unmixed
+from capibara.evaluation.remix.remixing import Pathway, RemixExperts, RemixMethod, unmixed
 from capibara.evaluation.scoring import Pair, Score
 from capibara.evaluation.subject import Subject
 from capibara.evaluation.tasks import EvalTask, Item, PromptFormat, read_items
@@ -288,17 +289,33 @@ def _remixed(
     asked = [[pair._replace(routing=plain) for pair in _pairs(subject, task, item)] for item in references]
     scores = iter(subject.scorer([pair for of_item in asked for pair in of_item], done))
     pathways: list[Pathway] = []
-    for item in references:
+    right: list[Pair] = []
+    for item, of_item in zip(references, asked, strict=True):
         of_choices = [next(scores) for _ in item.choices]
         best = max(range(len(of_choices)), key=[score.log_probability for score in of_choices].__getitem__)
-        pathways += [_pathway(of_choices[0])] * (best == item.target)
+        if best == item.target:
+            pathways.append(_pathway(of_choices[0]))
+            right.append(of_item[best])
     if not pathways:
         raise UserError(
             f"the model answers none of the {len(references)} lines of RemixExperts.references rightly: name others, or leave "
             "EvalTask.remix out"
         )
-    prompts = subject.scorer([of_item[0]._replace(routing=plain) for of_item in pairs], done)
-    routings = [remix.routing(pathways, _pathway(prompt), config) for prompt in prompts]
+    prompts = [
+        _pathway(score) for score in subject.scorer([of_item[0]._replace(routing=plain) for of_item in pairs], done)
+    ]
+    if remix.method is RemixMethod.NEIGHBORHOOD_GRADIENT and prompts:
+        nearest = [remix.nearest(pathways, prompt) for prompt in prompts]
+        descended = subject.scorer.descended(
+            remix,
+            [[right[i] for i in near.numbers] for near in nearest],
+            np.stack([near.weights for near in nearest]).astype(np.float32),
+            np.stack([prompt.scores for prompt in prompts]).astype(np.float32),
+            done,
+        )
+        routings = [remix.mixed(of_prompt, config) for of_prompt in descended]
+    else:
+        routings = [remix.routing(pathways, prompt, config) for prompt in prompts]
     return iter(subject.scorer(
         [pair._replace(routing=routing) for of_item, routing in zip(pairs, routings, strict=True) for pair in of_item], done
     ))  # fmt: skip

@@ -17,7 +17,9 @@ from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.evaluation.remix.remixing import Pathway, Routing
+from capibara.evaluation.remix.descent import Descent, make_descent
+from capibara.evaluation.remix.remixing import Pathway, RemixExperts, Routing
+from capibara.evaluation.remix.remixing import layers as layers_of
 from capibara.inference.engine.programs.programs import Same
 from capibara.models.api import Model, Stats
 from capibara.sharding import Plan
@@ -80,8 +82,9 @@ class Scorer:
         self._rows_of_model, self._vocabulary = model.config.vocab_size, vocabulary
         self._marks = model.config.data_kind == "prefix"
         self._unit, self._in_turns = 1, in_turns
+        self._model, self._plan = model, plan
         self._placed: NamedSharding | None = None
-        on_mesh = mesh if mesh is not None and mesh.size > 1 else None
+        self._mesh = on_mesh = mesh if mesh is not None and mesh.size > 1 else None
         self._program = make_scores(model, plan, on_mesh)
         if on_mesh is not None:
             assert plan is not None, "parameters on several devices have a plan"
@@ -109,14 +112,50 @@ class Scorer:
     def _scored(self, pairs: Sequence[Pair], batches: Sequence[_Numbers]) -> Iterator[list[Score]]:
         """The scores of each batch's pairs."""
         for numbers, length in batches:
-            batch = self._batch([pairs[i] for i in numbers], length)
-            if self._placed is not None:  # every process of the mesh has the whole batch
-                batch = {
-                    k: jax.make_array_from_callback(v.shape, self._placed, v.__getitem__) for k, v in batch.items()
-                }
+            batch = self._on_devices(self._batch([pairs[i] for i in numbers], length))
             sums, hits, paths = jax.device_get(self._program(self._params, batch))
             pathways = map(Pathway, *paths) if paths else itertools.repeat(None)
             yield list(map(Score, sums.tolist(), hits.tolist(), pathways))[: len(numbers)]
+
+    def descended(
+        self,
+        remix: RemixExperts,
+        neighbours: Sequence[Sequence[Pair]],
+        weights_PK: np.ndarray,
+        scores_PLE: np.ndarray,
+        done: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[np.ndarray]:
+        """Yields the scores [L, E] of each prompt after descent on its neighbours' loss (`remix.descent`).
+
+        Args:
+          remix: how.
+          neighbours: K pairs for each prompt: other prompts and their right answers.
+          weights_PK: of the neighbours.
+          scores_PLE: where the descent begins, of the layers with experts.
+          done: called with the number of finished prompts.
+        """
+        program = make_model_descent(self._model, self._plan, self._mesh, remix)
+        count = weights_PK.shape[1]
+        at_once = self._unit // math.gcd(self._unit, count)  # whole prompts, and rows that fill the devices
+        at_once *= max(_MOST_ROWS // (at_once * count), 1)
+        length = min(2 ** math.ceil(math.log2(max(self._need(p) for pairs in neighbours for p in pairs))), self._length)
+        for start in range(0, len(neighbours), at_once):
+            # The last prompt fills up what is missing.
+            at = [min(i, len(neighbours) - 1) for i in range(start, start + at_once)]
+            routing = [remix.mixed(scores_PLE[i], self._model.config) for i in at]
+            pairs = [pair._replace(routing=mixed) for i, mixed in zip(at, routing) for pair in neighbours[i]]
+            batch = self._on_devices(self._filled(pairs, length, len(pairs)))
+            result = jax.device_get(
+                program(self._params, batch, jnp.asarray(weights_PK[at]), jnp.asarray(scores_PLE[at]))
+            )
+            yield from result[: len(neighbours) - start]
+            done(min(start + at_once, len(neighbours)))
+
+    def _on_devices(self, batch: Batch) -> Batch:
+        if self._placed is None:
+            return batch
+        # Every process of the mesh has the whole batch.
+        return {k: jax.make_array_from_callback(v.shape, self._placed, v.__getitem__) for k, v in batch.items()}
 
     def check(self, pair: Pair) -> None:
         """Raises UserError if `__call__` would."""
@@ -150,7 +189,9 @@ class Scorer:
         return length if self._encoder_length is not None else min(len(pair.context) + length - 1, self._length)
 
     def _batch(self, pairs: Sequence[Pair], length: int) -> Batch:
-        rows = self._rows(length)
+        return self._filled(pairs, length, self._rows(length))
+
+    def _filled(self, pairs: Sequence[Pair], length: int, rows: int) -> Batch:
         names = ("tokens", "targets", "segment_ids", "positions")
         batch = {name: np.zeros((rows, length), np.int32) for name in names}
         batch["weights"] = np.zeros((rows, length), np.float32)
@@ -192,23 +233,38 @@ def _fill(
 
 
 def make_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], _Scored]:
-    """A jitted function (params, batch) -> `_score`, replicated on all devices; `mesh`: None: a single device."""
+    """A jitted function (params, batch) -> `score`, replicated on all devices; `mesh`: None: a single device."""
     return _scores(Same(model), plan, mesh)
+
+
+def make_model_descent(model: Model, plan: Plan | None, mesh: Mesh | None, remix: RemixExperts) -> Descent:
+    """`make_descent` of a model, whose parameters are on a mesh; None: on a single device."""
+    assert model.config.moe is not None, "remix.check refuses others"
+
+    def log_probabilities(params: Params, batch: Batch) -> jax.Array:
+        if mesh is None:
+            return score(model, params, batch)[0]
+        assert plan is not None
+        with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
+            return score(model, params, batch)[0]
+
+    is_softmax = model.config.moe.score == "softmax"
+    return make_descent(log_probabilities, layers_of(model.config), remix, normalised=is_softmax)
 
 
 @functools.lru_cache(maxsize=8)  # a run evaluates many times
 def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], _Scored]:
     def scores(params: Params, batch: Batch) -> _Scored:
         if mesh is None:
-            return _score(same.model, params, sharding.balanced(batch))
+            return score(same.model, params, sharding.balanced(batch))
         assert plan is not None
         with sharding.activate(mesh, plan.rules, plan.pipeline(mesh)):
-            return _score(same.model, params, sharding.balanced(batch))
+            return score(same.model, params, sharding.balanced(batch))
 
     return jax.jit(scores, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
 
 
-def _score(model: Model, params: Params, batch: Batch) -> _Scored:
+def score(model: Model, params: Params, batch: Batch) -> _Scored:
     """The sum of the log-probabilities of each row's weighted targets [B], whether all of them have rank 1 [B], `_pathways`."""
     hidden_BTD, stats = model.hidden(params, batch)
     B, T, D = hidden_BTD.shape

@@ -203,6 +203,24 @@ def test_choices_are_scored_with_the_experts_of_references(run):
     assert scores["all"] != scores["half"]
 
 
+def test_choices_are_scored_with_experts_of_descent(run):
+    kernel = cb.RemixExperts(references=(str(run / "references.jsonl"),), strength=1.0)
+    gradient = dataclasses.replace(kernel, method="neighborhood_gradient", steps=3, learning_rate=2.0)
+    subject, scores = open_subject(str(run / "run")), {}
+    for name, remix in (
+        ("kernel", kernel),
+        ("gradient", gradient),
+        ("one step", dataclasses.replace(gradient, steps=1)),
+    ):
+        with Predictions(None, {}) as recorded:
+            items = read_items("t", task(run))
+            ranked = answers.ranked(subject, "t", task(run, remix=remix), items, recorded, lambda topic, detail: None)
+        scores[name] = [choice.log_probability for of_item in ranked for choice in of_item]
+    config.reset()
+    assert np.abs(np.subtract(scores["gradient"], scores["kernel"])).max() > 1e-4
+    assert np.abs(np.subtract(scores["gradient"], scores["one step"])).max() > 1e-5
+
+
 def test_references_that_are_all_answered_wrongly_are_refused(run):
     wrong = run / "wrong.jsonl"
     lines = [json.loads(line) for line in (run / "references.jsonl").read_text().splitlines()]
@@ -217,6 +235,15 @@ def test_references_that_are_all_answered_wrongly_are_refused(run):
     [
         ({"references": ()}, "RemixExperts.references is empty"),
         ({"references": ("a",), "neighbours": 0}, "RemixExperts.neighbours is 0, must be at least 1"),
+        (
+            {"references": ("a",), "method": "neighborhood_gradient", "steps": 0},
+            "RemixExperts.steps is 0, must be at least 1",
+        ),
+        ({"references": ("a",), "learning_rate": 0.0}, "RemixExperts.learning_rate is 0.0, must be finite and above 0"),
+        (
+            {"references": ("a",), "steps": 5},
+            "RemixExperts.steps is 5, and RemixExperts.method 'kernel_regression' has no",
+        ),
         ({"references": ("a",), "strength": 1.5}, "RemixExperts.strength is 1.5, must be above 0 and at most 1"),
     ],
 )
