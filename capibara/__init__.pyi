@@ -26,6 +26,7 @@ from capibara.api.verbs import convert as convert
 from capibara.api.verbs import evaluate as evaluate
 from capibara.api.verbs import expert_statistics as expert_statistics
 from capibara.api.verbs import merge as merge
+from capibara.api.verbs import prepare_rope as prepare_rope
 from capibara.api.verbs import rewire as rewire
 from capibara.builders.executions.chats import ExecutionChats as ExecutionChats
 from capibara.builders.executions.filters import ExecutionFilter as ExecutionFilter
@@ -109,6 +110,7 @@ from capibara.data.tasks.routing import routing_task as routing_task
 from capibara.data.tokenizers.vocabulary import ByteVocabulary as ByteVocabulary
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary as SentencePieceVocabulary
 from capibara.data.tokenizers.vocabulary import TokenizerJsonVocabulary as TokenizerJsonVocabulary
+from capibara.evaluation.context.search import RopeSearch as RopeSearch
 from capibara.evaluation.harness import Harness as Harness
 from capibara.evaluation.metrics import bleu as bleu
 from capibara.evaluation.metrics import choice_accuracy as choice_accuracy

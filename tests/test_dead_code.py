@@ -21,7 +21,7 @@ USED = {
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
     # by users of Python
-    "push_to_hub", "read_run", "prepare_index",
+    "push_to_hub", "read_run", "prepare_index", "prepare_rope",
     # by Python
     "__getattr__", "__dir__", "__class__",
     # by Gin: members of an enum that a run file names

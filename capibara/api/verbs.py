@@ -11,6 +11,7 @@ from capibara.core.types import UserError
 
 if TYPE_CHECKING:
     from capibara.consensus.merging.method import Method
+    from capibara.evaluation.context.search import RopeSearch
     from capibara.interop.experts.operation import ExpertOperation
     from capibara.interop.experts.statistics import Statistics
 
@@ -165,6 +166,48 @@ def rewire(
     statistics = None if statistics is None else path_of(statistics, "statistics")
     rewiring.rewire(stored_path(model), target, operation, statistics, format, dtype, ModelReader(trust=trust))
     return target
+
+
+def prepare_rope(
+    model: Loaded | str,
+    data: str | Sequence[str],
+    out: str,
+    length: int,
+    *,
+    original_length: int | None = None,
+    settings: RopeSearch | None = None,
+    step: int | None = None,
+    weights: str | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """Extends a model's context by a scaling of its rotary positions, as `capibara prepare rope` does; returns its report.
+
+    Args:
+      model: a path or name, as for `load`, or a loaded model, which is read again from its path.
+      data: JSON lines files with a `text`: documents of at least `length` tokens.
+      out: the folder to write; one of an interrupted search is completed.
+      length: tokens of a row that the model should read.
+      original_length: tokens of a row in pre-training; None: of the model's rows.
+      settings: how is searched; None: the defaults.
+      step, weights, trust: as for `load`.
+
+    Raises:
+      UserError: the model has no rotary positions that can be extended so, or no document is long enough.
+    """
+    from capibara.cli.composition import models
+    from capibara.evaluation.context import extension
+    from capibara.evaluation.context.search import RopeSearch
+
+    settings = RopeSearch() if settings is None else settings
+    if not isinstance(settings, RopeSearch):
+        raise UserError(f"settings is {settings!r}, must be cb.RopeSearch(...), or None: the defaults")
+    for name, value in (("length", length), ("original_length", original_length)):
+        if not (value is None and name == "original_length") and (type(value) is not int or value < 2):
+            raise UserError(f"{name} is {value!r}, must be a number of at least 2")
+    files = [data] if isinstance(data, str) else list(data)
+    with models.PARSING:
+        subject = models.open_subject(stored_path(model), step=step, weights=weights, trust=trust)
+    return extension.extend(subject, files, path_of(out, "out"), length, original_length, settings)
 
 
 def evaluate(

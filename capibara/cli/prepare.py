@@ -21,6 +21,7 @@ Make data sets and vocabularies for training.
   ruler          long documents with questions about them, after RULER
   teacher        a teacher's log-probabilities of the next tokens, for a distillation without the teacher
   streaming_heads  a pattern of heads that keep a window alone, out of trained gates
+  rope           a longer context of a model with rotary positions, without training: LongRoPE's search
   corpus         documents without duplicates, filtered, as packed tokens in shards
   index          an index of documents for retrieval: chunks, embeddings, product quantization
   raft           chats with retrieved chunks out of questions
@@ -37,7 +38,7 @@ _MODULES = {
     **dict.fromkeys(("vocabulary", "instructions"), "texts"),
     **{
         word: word
-        for word in "playbooks executions routing ruler teacher streaming_heads corpus index raft lineage".split()
+        for word in "playbooks executions routing ruler teacher streaming_heads rope corpus index raft lineage".split()
     },
 }
 

@@ -24,13 +24,14 @@ class Predictions:
     Args:
       path: the file; None: nothing is written.
       model: description of the model, as JSON values.
+      flag: what names the file, for errors; None: --predictions.
 
     Raises:
       UserError: the file is of another model, is not a file of predictions, or another process writes it.
     """
 
-    def __init__(self, path: str | None, model: Mapping[str, Any]):
-        self._path, self._number = path, 1
+    def __init__(self, path: str | None, model: Mapping[str, Any], flag: str | None = None):
+        self._flag, self._number = flag or f"--predictions={path}", 1
         self._old: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
         if path is not None:
@@ -42,12 +43,10 @@ class Predictions:
             try:
                 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
                 file = undo.enter_context(open(path, "a", encoding="utf-8", errors="surrogatepass"))
-                outputs.lock(file, f"--predictions={path}")  # first: a line that another process writes looks cut off
+                outputs.lock(file, self._flag)  # first: a line that another process writes looks cut off
                 old = self._read(path, json.loads(json.dumps(head)))
             except OSError as error:
-                raise UserError(
-                    f"--predictions={path} cannot be written ({error.strerror}): name another file"
-                ) from None
+                raise UserError(f"{self._flag} cannot be written ({error.strerror}): name another file") from None
             undo.pop_all()
         self._file = file
         if not old:
@@ -84,9 +83,7 @@ class Predictions:
             return None
         line, self._number = self._old.pop(0), self._number + 1
         if any(line.get(key) != value for key, value in request.items()):
-            raise UserError(
-                f"--predictions={self._path}: line {self._number} is of another request than now: name another file"
-            )
+            raise UserError(f"{self._flag}: line {self._number} is of another request than now: name another file")
         return line
 
     def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,9 +106,9 @@ class Predictions:
             else:
                 ours = rest[: len(_BEGINS)] == _BEGINS[: len(rest)]  # even the first line is incomplete
             if not ours:
-                raise UserError(f"--predictions={path} exists and is not a file of predictions: name another")
+                raise UserError(f"{self._flag} exists and is not a file of predictions: name another")
             if result and result[0] != head:
-                raise UserError(f"--predictions={path} exists and is of another model: name another file")
+                raise UserError(f"{self._flag} exists and is of another model: name another file")
             file.truncate(sum(len(line) + 1 for line in lines))
         return result
 

@@ -26,7 +26,7 @@ class Pairs(enum.StrEnum):
     SWAPPED = "swapped"
 
 
-def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:
+def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float | jax.Array) -> Angles:
     """Sines and cosines [B, T, 1, R / 2] of R rotated dimensions, in float32.
 
     Args:
@@ -43,7 +43,7 @@ def sin_cos(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> 
     return jnp.concatenate([sin[0], sin[1]], axis=-1), jnp.concatenate([cos[0], cos[1]], axis=-1)
 
 
-def reference(positions_BT: jax.Array, frequency: jax.Array, magnitude: float) -> Angles:
+def reference(positions_BT: jax.Array, frequency: jax.Array, magnitude: float | jax.Array) -> Angles:
     """The reference of `sin_cos`."""
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency
     return jnp.sin(angle) * magnitude, jnp.cos(angle) * magnitude

@@ -41,9 +41,9 @@ from capibara.models.architectures.registry import (
 from capibara.models.cache import paged, selection
 from capibara.models.cache.dense import Cache, PrefillInputs, put_rows
 from capibara.models.cache.paged import capacity
-from capibara.models.layers import stack, usage
+from capibara.models.layers import rope, stack, usage
 from capibara.models.layers.layers import sine_table
-from capibara.models.layers.rope import Rope
+from capibara.models.layers.rope import Rope, RopeScaling
 from capibara.models.layers.stack import Stats
 from capibara.models.mixers.gated_delta import GatedDelta
 from capibara.models.mixers.kimi_delta import KimiDelta
@@ -105,6 +105,7 @@ __all__ = [
     "Quantization",
     "RgLru",
     "Rope",
+    "RopeScaling",
     "ShortConv",
     "StreamingHeads",
     "Submodel",
@@ -125,6 +126,7 @@ __all__ = [
     "sine_table",
     "trainable_tokens",
     "unmerged",
+    "rope",
     "usage",
     "without_mtp",
     "without_streaming",

@@ -16,9 +16,12 @@ from capibara import sharding
 from capibara.checkpoints import saving
 from capibara.consensus.privacy import Privacy
 from capibara.evaluation import scoring
+from capibara.evaluation.context.losses import make_row_losses
+from capibara.evaluation.remix.remixing import RemixExperts, layers
 from capibara.inference.engine.placement import own_chips
 from capibara.inference.thinking.reward_model import make_answer_scores
 from capibara.interop.experts import measuring
+from capibara.models.layers.rope import Trial
 from capibara.objectives import reference
 from capibara.objectives.base import of_cross_entropy
 from capibara.objectives.batches import LoaderBatches, make_totals
@@ -93,6 +96,29 @@ def scores(case):
 
 def answer_scores(case):
     return make_answer_scores(case.model, case.plan, case.mesh).lower(case.state.abstract.params, case.batch())
+
+
+def descent_of_remix(case):
+    config, everywhere = case.model.config, jax.sharding.NamedSharding(case.mesh, jax.sharding.PartitionSpec())
+    remix = RemixExperts(references=("x.jsonl",), neighbours=2, method="neighborhood_gradient", steps=2)
+    spec, rows = dict(case.trainer.batch_spec), case.plan.batch_size
+    sizes = (config.num_layers, config.moe.num_experts)
+    spec |= {"pathway_at": ((rows, LENGTH), "int32"), "pathway_scores": ((rows, *sizes), "float32")}
+    spec |= {"pathway_weights": ((rows, config.num_layers), "float32")}
+    of_prompts = ((rows // 2, 2), (rows // 2, len(layers(config)), sizes[1]))
+    arrays = [jax.ShapeDtypeStruct(shape, "float32", sharding=everywhere) for shape in of_prompts]
+    descent = scoring.make_model_descent(case.model, case.plan, case.mesh, remix)
+    return descent.lower(case.state.abstract.params, case.batch(spec), *arrays)
+
+
+def row_losses(case):
+    everywhere = jax.sharding.NamedSharding(case.mesh, jax.sharding.PartitionSpec())
+    config = case.model.config
+    factors = (config.rope.rotated_dims(config.attention_of("global").rotary_size) // 2,)
+    of_trial = ((factors, "float32"), ((), "float32"), ((), "int32"))
+    trial = Trial(*(jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere) for shape, dtype in of_trial))
+    losses = make_row_losses(case.model, case.plan, case.mesh)
+    return losses.lower(case.state.abstract.params, case.batch(), trial)
 
 
 def use_of_experts(case):
@@ -193,6 +219,10 @@ PROGRAMS = {
     "scores of answers": Program(
         "inference/thinking/reward_model.py make_answer_scores", answer_scores, ("decoder", "experts")
     ),
+    "descent of a remix": Program("evaluation/remix/descent.py make_descent", descent_of_remix, ("experts",)),
+    "losses with a scaling": Program(
+        "evaluation/context/losses.py make_row_losses", row_losses, ("decoder", "experts")
+    ),
     "use of experts": Program("interop/experts/measuring.py make_sums", use_of_experts, ("experts", "gpt-oss")),
     "replica check": Program("sharding/replicas.py _checksums", replica_check, ("experts", "decoder QLoRA")),
     "all finite": Program("checkpoints/saving.py all_finite", all_finite, ("experts", "decoder QLoRA")),
@@ -229,6 +259,8 @@ SHORT = {  # in `make test`: on the first mesh of the slice
     ("parameter for other chips", "decoder", "v5e-4"),
     ("scores", "encoder-decoder", "v5e-4"),
     ("scores of answers", "decoder", "v5e-4"),
+    ("losses with a scaling", "decoder", "v5e-4"),
+    ("descent of a remix", "experts", "v5e-4"),
     ("use of experts", "experts", "v5e-4"),
     ("replica check", "decoder QLoRA", "v5e-4"),
     ("all finite", "decoder QLoRA", "v5e-4"),

@@ -317,6 +317,7 @@ def _resolved_rope(config: DecoderConfig | EncoderConfig, has_local: bool, has_g
             rope.original_length if rope.scaling.by_length else None,
             rope.magnitude(local=flag),
             rope.pairs,
+            rope.unscaled_tokens,
         )
         for flag in flags
     }

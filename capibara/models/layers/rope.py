@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import enum
 import math
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +76,7 @@ class Rope:
         + ln(factor) / ln(original_length)) for longrope.
       short_factors, long_factors: for longrope: the divisor of each frequency, in rows of up to original_length tokens
         and in longer ones.
+      unscaled_tokens: for longrope: positions below it keep the frequencies of pre-training (the paper's n).
     """
 
     theta: float = 10_000.0
@@ -91,6 +95,7 @@ class Rope:
     attention_factor: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    unscaled_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("theta", "local_theta", "factor"):
@@ -123,6 +128,13 @@ class Rope:
         for name in ("short_factors", "long_factors"):
             if not all(0 < value < math.inf for value in getattr(self, name)):
                 raise UserError(f"Rope.{name} are {getattr(self, name)}, must be finite and above 0")
+        if self.unscaled_tokens < 0:
+            raise UserError(f"Rope.unscaled_tokens is {self.unscaled_tokens}, must be at least 0")
+        if self.unscaled_tokens and self.scaling is not RopeScaling.LONGROPE:
+            raise UserError(
+                f"Rope.unscaled_tokens ({self.unscaled_tokens}) is for longrope scaling, and scaling is {str(self.scaling)!r}: leave "
+                "it out"
+            )
         if self.yarn_bounds is not YarnBounds.WHOLE and self.scaling is not RopeScaling.YARN:
             raise UserError(f"Rope.yarn_bounds is for yarn scaling, and scaling is {str(self.scaling)!r}: leave it out")
 
@@ -161,8 +173,7 @@ class Rope:
           length: row length in tokens; None: at most original_length.
         """
         dims = self.rotated_dims(head_dim, local=local)
-        theta = self.local_theta if local and self.local_theta is not None else self.theta
-        base = theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+        base = self.unscaled(head_dim, local=local)
         long = self.original_length is not None and length is not None and length > self.original_length
         match self.scaling if self._scaled(local) else RopeScaling.NONE:
             case RopeScaling.LINEAR:
@@ -179,6 +190,12 @@ class Rope:
             case RopeScaling.LONGROPE:
                 base = base / np.array(self.long_factors if long else self.short_factors)
         return base.astype(np.float32)
+
+    def unscaled(self, head_dim: int, *, local: bool = False) -> np.ndarray:
+        """Radians per position without scaling, float64 [rotated_dims / 2]."""
+        dims = self.rotated_dims(head_dim, local=local)
+        theta = self.local_theta if local and self.local_theta is not None else self.theta
+        return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
 
     def frequencies_of(self, longest_B: jax.Array, head_dim: int, *, local: bool = False) -> jax.Array:
         """Like `frequencies`, [B, rotated_dims / 2], for row lengths that are known only at run time."""
@@ -239,6 +256,33 @@ class Rope:
         return base / self.factor * divided + base * (1 - divided)
 
 
+class Trial(NamedTuple):
+    """A scaling that is tried without compiling a program for it.
+
+    Attributes:
+      factors: [rotated_dims / 2] divisors of the frequencies.
+      magnitude: of the sines and cosines.
+      unscaled_tokens: positions below it keep their frequencies.
+    """
+
+    factors: jax.Array
+    magnitude: jax.Array
+    unscaled_tokens: jax.Array
+
+
+_trial: contextvars.ContextVar[Trial | None] = contextvars.ContextVar("trial", default=None)
+
+
+@contextlib.contextmanager
+def tried(trial: Trial) -> Iterator[None]:
+    """A context for tracing in which `angles` of layers that are scaled have this scaling on top of their own."""
+    token = _trial.set(trial)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
 def angles(
     positions_BT: jax.Array, rope: Rope, head_dim: int, *, local: bool = False, length: int | None = None
 ) -> Angles:
@@ -251,8 +295,22 @@ def angles(
       local: whether for layers with a window.
       length: length of all rows, if frequencies depend on it; None: each row's last position decides.
     """
+    magnitude: float | jax.Array = rope.magnitude(local=local)
+    unscaled_tokens: int | jax.Array = rope.unscaled_tokens if rope._scaled(local) else 0
     if rope.scaling.by_length and length is None:
         frequency = rope.frequencies_of(jnp.max(positions_BT, axis=1) + 1, head_dim, local=local)[:, None, None]
     else:
         frequency = jnp.asarray(rope.frequencies(head_dim, local=local, length=length))
-    return rotary.sin_cos(positions_BT, frequency, rope.magnitude(local=local))
+    if (trial := _trial.get()) is not None and rope._scaled(local):
+        frequency, magnitude, unscaled_tokens = frequency / trial.factors, trial.magnitude, trial.unscaled_tokens
+    elif not unscaled_tokens:
+        return rotary.sin_cos(positions_BT, frequency, magnitude)
+    unscaled = jnp.asarray(rope.unscaled(head_dim, local=local), jnp.float32)
+    is_first = (positions_BT < unscaled_tokens)[..., None, None]
+    sin, cos = (
+        jnp.where(is_first, first, rest)
+        for first, rest in zip(
+            rotary.sin_cos(positions_BT, unscaled, magnitude), rotary.sin_cos(positions_BT, frequency, magnitude)
+        )
+    )
+    return sin, cos

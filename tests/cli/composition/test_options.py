@@ -325,7 +325,7 @@ ALONE = {
     "OnlineDpo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated mini_batches updates engine "
     "where rollout_devices preference resample",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
-    "Rope": "local_fraction theta fraction pairs scaling yarn_bounds short_factors long_factors",
+    "Rope": "local_fraction unscaled_tokens theta fraction pairs scaling yarn_bounds short_factors long_factors",
     "ConsensusConfig": "aggregation outer quality_threshold consensus_threshold max_retries seed every fragments num_nodes "
     "voting_strategy merge_strategy merge_shares lambda_reg max_iterations strategies proximal groups group_every frozen "
     "nodes_per_round init_from compression",  # strategies/consensus/settings.py has their table

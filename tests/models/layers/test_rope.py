@@ -1,11 +1,13 @@
 """Frequencies that depend on the row length, computed in programs and in advance."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from capibara.core.types import UserError
-from capibara.models.layers.rope import Rope, angles
+from capibara.models.layers.rope import Rope, Trial, angles, tried
 
 DYNAMIC = Rope(theta=100.0, scaling="dynamic", factor=3.0, original_length=8)
 LONG = Rope(
@@ -80,3 +82,34 @@ def test_one_bound_for_both_is_a_step():
             low_frequency_factor=2.0,
             high_frequency_factor=1.0,
         )
+
+
+def test_first_tokens_keep_their_frequencies():
+    rope = dataclasses.replace(LONG, unscaled_tokens=3)
+    positions = jnp.arange(20)[None]
+    got, scaled, plain = (angles(positions, item, 4) for item in (rope, LONG, Rope(theta=100.0)))
+    for new, long, short in zip(got, scaled, plain, strict=True):
+        np.testing.assert_allclose(new[0, :3], short[0, :3] * LONG.magnitude(), rtol=1e-5)
+        np.testing.assert_array_equal(new[0, 3:], long[0, 3:])
+        assert not np.allclose(new[0, 1:3], long[0, 1:3], rtol=1e-3)
+    for changes, message in (
+        (dict(unscaled_tokens=-1), "Rope.unscaled_tokens is -1, must be at least 0"),
+        (dict(unscaled_tokens=2), "is for longrope scaling, and scaling is 'none': leave it out"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Rope(**changes)
+
+
+def test_a_trial_is_the_scaling_that_it_describes():
+    trial = Trial(jnp.array(LONG.long_factors), jnp.float32(LONG.magnitude()), jnp.int32(3))
+    positions = jnp.arange(20)[None]
+    with tried(trial):
+        got = angles(positions, Rope(theta=100.0), 4)
+        local = angles(positions, Rope(theta=100.0, local_theta=50.0), 4, local=True)
+    wanted = angles(positions, dataclasses.replace(LONG, unscaled_tokens=3), 4)
+    for new, old in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-5, atol=1e-6)
+    for new, old in zip(
+        local, angles(positions, Rope(theta=50.0), 4), strict=True
+    ):  # layers with a window are not scaled
+        np.testing.assert_array_equal(new, old)

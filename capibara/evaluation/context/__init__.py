@@ -1,0 +1,1 @@
+"""Extends the context of models with rotary positions, without training."""
