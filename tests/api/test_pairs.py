@@ -97,7 +97,7 @@ def test_mistakes_are_named(folder, reward, pairs, tmp_path, capsys):
     with pytest.raises(UserError, match=r"hf is no reward model \(its head is 'tied'\)"):
         cb.evaluate(f"{folder}/hf", task)
     long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"prompt": "a", "chosen": "b " * 200, "rejected": "c"}) + "\n")
+    long.write_text(json.dumps({"prompt": "a", "chosen": "b " * 60, "rejected": "c"}) + "\n")
     with pytest.raises(UserError, match=r"mine, example 0: .* must fit Dataset.length \(128\)"):
         cb.evaluate(reward, {"mine": cb.EvalTask(files=(str(long),), pairs=True)})
     flags = (f"--model_dir={reward}", GIN, f"--gin.PAIRS=('{pairs}',)")
