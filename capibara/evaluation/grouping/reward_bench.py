@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# The subsets of each section, in parts that weigh the same, as allenai/reward-bench has them (rewardbench/constants.py at
-# a32e272b): it counts math-prm as 984 pairs, which is all pairs of code. Its numbers of pairs of XSTest are interchanged, so
-# weights are the numbers of pairs that the data have.
+# The subsets of each section, in parts that weigh the same, as the package rewardbench 0.1.4 has them (rewardbench/constants.py): it
+# counts math-prm, of 447 pairs, as the 984 pairs of code.
 _SECTIONS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "Chat": (("alpacaeval-easy", "alpacaeval-length", "alpacaeval-hard", "mt-bench-easy", "mt-bench-med"),),
     "Chat Hard": (
