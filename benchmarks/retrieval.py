@@ -36,7 +36,7 @@ from capibara.retrieval import build, picture  # noqa: E402
 from capibara.retrieval.chunking import chunks_of, spans  # noqa: E402
 from capibara.retrieval.tuning import Tuned, Tuner  # noqa: E402
 
-SETTINGS = cb.IndexPreparation(chunk_tokens=64, overlap=8, queries=500, ms=100.0)
+SETTINGS = cb.IndexPreparation(chunk_tokens=64, overlap=8, queries=2000, ms=100.0)
 RECALL, SHARE = 0.95, 1 / 8
 PACKAGES, SHORTEST = 5000, 40  # modules of packages that are read at most; characters of a docstring
 
