@@ -24,7 +24,7 @@ from capibara.inference.memory_agent.prompts import Prompts
 from capibara.inference.memory_agent.reading import Reading, read
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.thinking.answering import Asked, Thinker
-from capibara.inference.thinking.reward_model import RewardModel, check_head
+from capibara.inference.thinking.reward_model import RewardModel
 from capibara.inference.thinking.strategy import Answer, Scores, Strategy
 from capibara.interop import hub
 from capibara.interop.open_model import LoadedModel
@@ -176,23 +176,21 @@ class LanguageModel(ScoredModel):
         Raises:
           UserError: the model is no reward model, or an answer does not fit a row.
         """
-        check_head(self.path, self.model)
-        rater = RewardModel(self.path, self.model, self.params, self.loaded.dataset, self._chat.template)
-        return _scored(rater, prompt, answers)
+        return _scored(self.scorer, prompt, answers)
+
+    @functools.cached_property
+    def scorer(self) -> RewardModel:
+        """What scores answers, of a reward model; errors as for `scores`."""
+        return models.scorer_of(self.loaded, self.path, self.template)
 
     @functools.cached_property
     def engine(self) -> Engine:
         """The engine that generates, with a copy of the parameters in the compute dtype."""
         loaded, dataset = self.loaded, self.loaded.dataset
         return Engine(
-            loaded.model,
-            loaded.params,
-            loaded.tokenizer,
-            dataset.length,
-            self._batching,
-            dataset.encoder_length,
+            loaded.model, loaded.params, loaded.tokenizer, dataset.length, self._batching, dataset.encoder_length,
             adapters=loaded.adapters,
-        )
+        )  # fmt: skip
 
     @functools.cached_property
     def chats(self) -> bool:

@@ -42,7 +42,7 @@ def serve(
     Raises:
       UserError: the address cannot be used, or other machines could send requests without a key.
     """
-    if not hasattr(model, "engine"):
+    if not hasattr(type(model), "engine"):
         raise UserError(f"serve takes a loaded model, and {model!r} is none: try cb.load({model!r})")
     if not 0 <= port < 65536:
         raise UserError(f"port is {port}, must be from 0 to 65535 (0: any free one)")
@@ -52,20 +52,22 @@ def serve(
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server import server
     from capibara.inference.server.service.service import Served, ServerConfig, check_streams
+    from capibara.models.api import Head
 
     used = Sampling() if sampling is None else sampling
     check_streams(used)
     endpoint = server.open_endpoint(host, port, api_key_file, _KEY)
-    data = model.loaded.dataset
+    data, scores = model.loaded.dataset, model.config.head is Head.SCORE
     served = Served(
-        model.engine,
+        None if scores else model.engine,
         model.tokenizer,
         chat.of_served(data, model.template),
         data.length,
         data.encoder_length,
         name or os.path.basename(os.path.normpath(model.path)).removesuffix(".gguf"),
         used,
-        adapters=model.engine.adapters,
+        adapters=() if scores else model.engine.adapters,
+        scorer=model.scorer if scores else None,
     )
     takes = ServerConfig() if limits is None else limits
     server.run(endpoint.listening, endpoint.keys, lambda: (served, takes), lambda _: ready(endpoint.url), host)

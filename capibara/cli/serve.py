@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from capibara.cli.arguments import flags, multihost
 from capibara.core.types import UserError
 
-if TYPE_CHECKING:
-    from capibara.inference.server.service.service import Served, ServerConfig
-
 _KEY = "CAPIBARA_API_KEY"
 _DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both can stream),
-/v1/models, /health, /ready and /metrics.
+/v1/models, /health, /ready and /metrics; of a reward model /v1/score.
 
 examples:
   python -m capibara.serve --model_dir=runs/finetune/adapted
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
+  python -m capibara.serve --model_dir=runs/reward --name=judge
   python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
@@ -58,6 +54,7 @@ def serve(args: flags.Arguments) -> int:
 
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         extras.require(package, extra="serve", why="capibara serve")
+    from capibara.cli.composition import serving
     from capibara.inference.server import server
 
     devices.start(args.emulate)
@@ -66,35 +63,8 @@ def serve(args: flags.Arguments) -> int:
     if isinstance(line, channel.Follower):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda item, _: line.signal(item))
-        _load(args, first=False)[0].engine.follow(line)
+        serving.load(args, first=False)[0].engine.follow(line)
         return 0
     endpoint = server.open_endpoint(args.host, args.port, args.api_key_file, _KEY)
     tell = lambda served: print(f"{served.name} is at {endpoint.url}", flush=True)  # noqa: E731
-    return server.run(endpoint.listening, endpoint.keys, lambda: _load(args), tell, args.host, line)
-
-
-def _load(args: flags.Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
-    """The model with its engine, built alike in all processes, and the server's limits; `first`: it is process 0."""
-    from capibara import config
-    from capibara.cli.composition import models, serving_rows
-    from capibara.inference.engine.engine import EngineConfig
-    from capibara.inference.interactive import chat
-    from capibara.inference.sampling.sampling import Sampling
-    from capibara.inference.server.service.service import Served, ServerConfig, check_streams
-    from capibara.monitoring.status import StatusLine
-
-    path = os.path.normpath(args.model_dir or args.model)
-    name = args.name or os.path.basename(path).removesuffix(".gguf")
-    loaded = models.load_served(args, name)
-    takes, sampling, batching = config.build(ServerConfig), config.build(Sampling), config.build(EngineConfig)
-    check_streams(sampling)
-    data, vocabulary = loaded.dataset, loaded.tokenizer
-    talk = chat.of_served(data, models.chat_template(data)) if first else None
-    config.check_used()
-    length, batching = serving_rows.served_rows(loaded, batching)
-    engine = models.engine_of(loaded, batching, length)
-    if takes.warm_up:
-        with StatusLine() as line:
-            engine.warm_up(lambda at, of: line.show("compiling", f"{at} of {of}") if first else None, background=True)
-    served = Served(engine, vocabulary, talk, length, data.encoder_length, name, sampling, adapters=engine.adapters)
-    return served, takes
+    return server.run(endpoint.listening, endpoint.keys, lambda: serving.load(args), tell, args.host, line)

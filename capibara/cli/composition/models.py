@@ -23,7 +23,7 @@ from capibara.inference.thinking.reward_model import RewardModel, check_head
 from capibara.inference.thinking.strategy import Strategy
 from capibara.interop.open_model import LoadedModel
 from capibara.loading import adapters, opening
-from capibara.models.api import Model, TransformerConfig
+from capibara.models.api import Head, Model, TransformerConfig
 from capibara.sharding import Plan
 from capibara.training import run_folder
 from capibara.training.run_folder import Placed, TrainedRun, own_tokenizer
@@ -146,10 +146,12 @@ def engine_of(loaded: LoadedModel, batching: EngineConfig, length: int | None = 
     )
 
 
-def on_serving_mesh(_: Plan, model: Model) -> PyTree:
-    """The parameters' shardings for `load`, from the parsed configuration: on all processes."""
+def on_serving_mesh(plan: Plan, model: Model) -> PyTree:
+    """The parameters' shardings for `load`, from the parsed configuration: on all processes; a reward model's on one device."""
     import jax
 
+    if model.config.head is Head.SCORE:
+        return run_folder.on_one_device(plan, model)
     return config.build(ServingMesh).shardings(model, jax.devices())
 
 
@@ -179,6 +181,22 @@ def chat_of(dataset: Dataset) -> chat.Chat:
 def thinker(strategy: Strategy | None) -> Thinker | None:
     """A thinking strategy with its reward model; None: there is no strategy. Errors as in `reward_model`."""
     return None if strategy is None else Thinker(strategy, reward_model(strategy))
+
+
+def scorer_of(loaded: LoadedModel, name: str, template: ChatTemplate | None) -> RewardModel:
+    """The scores of a loaded reward model.
+
+    Args:
+      loaded: the model.
+      name: for errors.
+      template: its chat template, if its training has none; None: that beside the tokenizer.
+
+    Raises:
+      UserError: it is no reward model, or has no chat template.
+    """
+    check_head(name, loaded.model)
+    talk = chat.of_run(loaded.dataset, "a reward model", template=template)
+    return RewardModel(name, loaded.model, loaded.params, loaded.dataset, talk.template)
 
 
 def reward_model(strategy: Strategy | None) -> RewardModel | None:

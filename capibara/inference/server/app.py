@@ -26,7 +26,7 @@ from capibara.core.types import UserError
 from capibara.inference.engine.requests.stream import Completion
 from capibara.inference.server.anthropic.replies import MessageReply, error_of
 from capibara.inference.server.anthropic.requests import CountRequest, MessagesRequest, count_tokens, message_texts
-from capibara.inference.server.openai import readings, texts
+from capibara.inference.server.openai import readings, scores, texts
 from capibara.inference.server.openai.replies import ChatReply, CompletionReply
 from capibara.inference.server.openai.requests import ChatRequest, CompletionRequest
 from capibara.inference.server.prometheus import ServingMetrics
@@ -172,7 +172,9 @@ class _ReadingRoute(Generic[P]):
         """What answers the requests."""
 
         async def answer(request: Request) -> Response:
-            return JSONResponse((await _prepared(service, request, self._kind, self._work, time.monotonic()))[2])
+            _, _, result = await _prepared(service, request, self._kind, self._work, time.monotonic())
+            service.count_read(result.get("usage", {}).get("prompt_tokens", 0))
+            return JSONResponse(result)
 
         return answer
 
@@ -185,6 +187,8 @@ _TEXTS: dict[str, _TextsRoute[Any]] = {
 }
 _READINGS: dict[str, _ReadingRoute[Any]] = {
     "/v1/embeddings": _ReadingRoute(readings.EmbeddingRequest, readings.embeddings),
+    "/v1/score": _ReadingRoute(scores.ScoreRequest, scores.scores),
+    "/score": _ReadingRoute(scores.ScoreRequest, scores.scores),
     "/v1/messages/count_tokens": _ReadingRoute(CountRequest, count_tokens),
     "/tokenize": _ReadingRoute(readings.TokenizeRequest, readings.tokenize),
     "/detokenize": _ReadingRoute(readings.DetokenizeRequest, readings.detokenize),

@@ -26,6 +26,9 @@ class ServingMetrics:
         self._requests = Counter("requests", "Requests, by path and HTTP status.", ["path", "status"], **common)
         self._texts = Counter("texts", "Texts, by finish reason.", ["finish"], **common)
         self._prompt = Counter("prompt_tokens", "Prompt tokens.", **common)
+        self._read = Counter(
+            "read_tokens", "Tokens of texts that are not continued: of embeddings and scores.", **common
+        )
         self._cached = Counter("cached_tokens", "Prompt tokens found in the prefix cache.", **common)
         self._generated = Counter("generated_tokens", "Generated tokens.", **common)
         self._first = Histogram(
@@ -61,6 +64,10 @@ class ServingMetrics:
             self._first.observe(completion.waited_s)
         if tokens > 1:
             self._each.observe((completion.elapsed_s - completion.waited_s) / (tokens - 1))
+
+    def read(self, tokens: int) -> None:
+        """Counts the tokens of texts that are not continued."""
+        self._read.inc(tokens)
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""

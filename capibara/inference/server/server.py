@@ -191,7 +191,8 @@ def run(
             served, config = load()
             if leader is not None:
                 served.engine.lead(leader.send)
-            served.engine.start()
+            if served.generator is not None:
+                served.generator.start()
             service.ready(served, with_file_limit(config))
             # Freezes what is loaded: a garbage collection over it would stop every thread for up to 0.1 s.
             gc.collect()
@@ -226,8 +227,8 @@ def _fail_requests(service: Service) -> float:
 def _end(loading: threading.Thread, service: Service, leader: Leader | None, code: int) -> None:
     """Stops the threads. A thread inside XLA cannot be stopped, and would crash the interpreter at exit."""
     threads = [loading]
-    if service.served is not None:
-        threads.append(threading.Thread(target=service.served.engine.close, name="closing", daemon=True))
+    if service.served is not None and (engine := service.served.generator) is not None:
+        threads.append(threading.Thread(target=engine.close, name="closing", daemon=True))
         threads[-1].start()
     for thread in threads:
         thread.join(_CLOSE_S)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from capibara.models.api import Head, Model
 from capibara.sharding import Plan
 
 _SMALLEST_ROW = 32
+_BATCH_TOKENS = 8192  # that are read at once
 
 
 def check_head(path: str, model: Model) -> None:
@@ -59,6 +62,8 @@ class RenderedAnswer(NamedTuple):
 class RewardModel:
     """Scores answers as the model was trained to: an answer at its last token, a step at the end of its separator.
 
+    Thread-safe, one batch at a time.
+
     Args:
       path: of the model, for errors.
       model: with a score in the place of logits.
@@ -67,13 +72,18 @@ class RewardModel:
       template: of its chats.
       plan: the plan of parameters that are sharded, without a context axis; None: they are on one device.
       mesh: the mesh of the parameters; None: they are on one device.
+
+    Attributes:
+      template: of its chats.
+      rows: of its embedding: token ids are below it.
     """
 
     def __init__(
         self, path: str, model: Model, params: Params, dataset: Dataset, template: ChatTemplate,
         plan: Plan | None = None, mesh: Mesh | None = None,
     ):  # fmt: skip
-        self._path, self._params, self._length, self._template = path, params, dataset.length, template
+        self._path, self._params, self._length, self.template = path, params, dataset.length, template
+        self.rows, self._scoring = model.config.vocab_size, threading.Lock()
         self._vocabulary, source = dataset.get_vocabulary(), dataset.source
         self._separator = source.separator if isinstance(source, StepsJsonlSource) else None
         self._unit = 1
@@ -112,31 +122,45 @@ class RewardModel:
         Raises:
           UserError: a score is not finite.
         """
-        longest = max(len(answer.ids) for answer in answers)
-        size = min(max(_SMALLEST_ROW, 1 << (longest - 1).bit_length()), self._length)
-        rows = -(-len(answers) // self._unit) * self._unit
+        scores: list[Scores] = [0.0] * len(answers)
+        sizes = [self._size(len(answer.ids)) for answer in answers]
+        order = sorted(range(len(answers)), key=sizes.__getitem__)
+        for size, numbers in itertools.groupby(order, sizes.__getitem__):
+            of_size, most = list(numbers), max(1, _BATCH_TOKENS // size)
+            for group in (of_size[i : i + most] for i in range(0, len(of_size), most)):
+                for number, values in zip(group, self._read([answers[i] for i in group], size)):
+                    scores[number] = values.tolist() if self.scores_steps else float(values[0])
+        return scores
+
+    def _size(self, tokens: int) -> int:
+        return min(max(_SMALLEST_ROW, 1 << (tokens - 1).bit_length()), self._length)
+
+    def _read(self, answers: Sequence[RenderedAnswer], size: int) -> list[np.ndarray]:
+        """The scores at the ends of each, in rows of `size` tokens; few numbers of rows, so that few programs are compiled."""
+        rows = -(-(1 << (len(answers) - 1).bit_length()) // self._unit) * self._unit
         batch = {name: np.zeros((rows, size), np.int32) for name in ("tokens", "segment_ids")}
         for row, answer in enumerate(answers):
             batch["tokens"][row, : len(answer.ids)] = answer.ids
             batch["segment_ids"][row, : len(answer.ids)] = 1
         batch["positions"] = np.tile(np.arange(size, dtype=np.int32), (rows, 1))
-        result = np.asarray(self._score(self._params, batch))
+        with self._scoring:
+            result = np.asarray(self._score(self._params, batch))
         scores = [result[row, answer.ends] for row, answer in enumerate(answers)]
         if not all(np.isfinite(values).all() for values in scores):
             raise UserError(
                 f"{self._path} scores an answer as nan or infinity: name a reward model that has not diverged"
             )
-        return [values.tolist() if self.scores_steps else float(values[0]) for values in scores]
+        return scores
 
     def rendered(self, conversation: Conversation, where: str) -> RenderedAnswer:
         """The tokens of a conversation that ends with an answer; errors, which name `where`, as in the template."""
         if self._separator is None:
-            text = render_example(self._template, conversation, TrainOn.LAST, where).text
+            text = render_example(self.template, conversation, TrainOn.LAST, where).text
             ids, _ = self._vocabulary.encode_rendered(text)
             return RenderedAnswer(ids, np.array([len(ids) - 1]))
         *before, answer = conversation.messages
         prompt = conversation._replace(messages=before)
-        text, ends = self._template.render(prompt, "the prompt", add_generation_prompt=True).text, []
+        text, ends = self.template.render(prompt, "the prompt", add_generation_prompt=True).text, []
         for step in answer["content"].split(self._separator):
             if step.strip():
                 text += step + self._separator

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from capibara.core.fields import did_you_mean, nearest
@@ -37,23 +38,38 @@ def rendered(request: ChatRequest, served: Served, config: ServerConfig) -> tupl
     talk = template_variables.chat_of(request, served)
     tools = request.tools if request.tool_choice != "none" else None
     bounds.check_conversation(request.messages, tools, served, config)
-    _check_keys(request.messages)
+    conversation = conversation_of({"messages": request.messages, "tools": tools})
+    write = _writer(request, talk, conversation)
+    with rendering("messages"):
+        text = write(conversation, "the request")
+    check_complete(lambda other: write(other, "the request"), conversation, text)
+    bounds.check_characters(len(text), served, config, "messages", is_conversation=True)
+    return talk, text
+
+
+@contextlib.contextmanager
+def rendering(param: str) -> Iterator[None]:
+    """A context in which the chat template's errors become refusals of a parameter."""
     try:
-        record = {"messages": request.messages, "tools": tools}
-        conversation = read_conversation(record, "the request", Format.MESSAGES)
+        yield
+    except UserError as error:  # its message may have local paths, which clients must not see
+        why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
+        raise Refusal(400, f"the chat template fails{why}", param=param, code="invalid_messages") from None
+
+
+def conversation_of(record: dict[str, Any]) -> Conversation:
+    """The conversation of a request.
+
+    Raises:
+      Refusal: it is malformed.
+    """
+    _check_keys(record["messages"])
+    try:
+        return read_conversation(record, "the request", Format.MESSAGES)
     except UserError as error:
         raise Refusal(400, quoted(str(error)), param="messages", code="invalid_messages") from None
     except RecursionError:  # JSON within JSON
         raise Refusal(400, "a tool call is nested too deeply", param="messages", code="invalid_messages") from None
-    write = _writer(request, talk, conversation)
-    try:
-        text = write(conversation, "the request")
-    except UserError as error:  # its message may have local paths, which clients must not see
-        why = f": {quoted(error.why)}" if isinstance(error, TemplateFails) else ""
-        raise Refusal(400, f"the chat template fails{why}", param="messages", code="invalid_messages") from None
-    _check_complete(lambda other: write(other, "the request"), conversation, text)
-    bounds.check_characters(len(text), served, config, "messages", is_conversation=True)
-    return talk, text
 
 
 def _writer(request: ChatRequest, talk: Chat, conversation: Conversation) -> Callable[[Conversation, str], str]:
@@ -82,7 +98,7 @@ def _check_keys(messages: list[Any]) -> None:
             raise Refusal(400, message, param="messages", code="invalid_messages")
 
 
-def _check_complete(write: Callable[[Conversation], str], conversation: Conversation, text: str) -> None:
+def check_complete(write: Callable[[Conversation], str], conversation: Conversation, text: str) -> None:
     """Raises Refusal if the text that the template writes lacks a part of the conversation."""
     for part in dropped(conversation, text):
         if part == "the tools":

@@ -63,7 +63,7 @@ def prompt_ids(prompt: str | list[int], served: Served, param: str = "prompt", *
                 ids = vocabulary.encode(prompt)
                 if not ids:
                     raise UserError(f"{param} has no tokens: leave add_special_tokens out")
-        model_rows.check_ids(ids, served.engine.rows, vocabulary, param)
+        model_rows.check_ids(ids, served.rows, vocabulary, param)
     return ids
 
 

@@ -24,6 +24,7 @@ Json = dict[str, Any]
 class EmbeddingRequest(Parameters):
     """The body of POST /v1/embeddings."""
 
+    of_reward_models = False
     ignored = ("user",)
 
     input: Any

@@ -77,7 +77,7 @@ def end_ids(request: ApiRequest, served: Served) -> tuple[int, ...]:
     if len(ids) > _MOST_BIASES:
         raise _invalid("stop_token_ids", f"stop_token_ids has {len(ids)} ids, must have at most {_MOST_BIASES}")
     try:
-        model_rows.check_ids(ids, served.engine.rows, served.vocabulary, "stop_token_ids")
+        model_rows.check_ids(ids, served.rows, served.vocabulary, "stop_token_ids")
     except UserError as error:
         raise _invalid("stop_token_ids", quoted(str(error))) from None
     return tuple(ids)
@@ -99,13 +99,11 @@ def _is_row(name: str, rows: int) -> bool:
 def _biases(values: dict[str, float], served: Served) -> dict[int, float]:
     if len(values) > _MOST_BIASES:
         raise _invalid("logit_bias", f"logit_bias has {len(values)} tokens, must have at most {_MOST_BIASES}")
-    others = [name for name in values if not _is_row(name, served.engine.rows)]
+    others = [name for name in values if not _is_row(name, served.rows)]
     if others:
         shown = ", ".join(map(brief, others[:_MOST_SHOWN])) + (", ..." if len(others) > _MOST_SHOWN else "")
         tokens = "the token" if len(others) == 1 else "the tokens"
-        raise _invalid(
-            "logit_bias", f"logit_bias has {tokens} {shown}, must have ids from 0 to {served.engine.rows - 1}"
-        )
+        raise _invalid("logit_bias", f"logit_bias has {tokens} {shown}, must have ids from 0 to {served.rows - 1}")
     biases: dict[int, float] = {}
     for name, bias in values.items():
         if abs(bias) > _LARGEST_BIAS:

@@ -34,11 +34,13 @@ class Parameters(pydantic.BaseModel):
     Attributes:
       unsupported: parameters -> their values that request nothing.
       ignored: parameters that change nothing.
+      of_reward_models: whether only a reward model can answer; None: any model can, False: only others.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
+    of_reward_models: ClassVar[bool | None] = None
 
     model: str | None = None
 
@@ -53,6 +55,8 @@ class Parameters(pydantic.BaseModel):
 
 class TextParameters(Parameters):
     """Of a request for texts, whole or as a stream."""
+
+    of_reward_models = False
 
     stream: bool | None = None
 
@@ -93,7 +97,7 @@ def _explained(error: Any, kind: type[Parameters]) -> Refusal:
 
 
 def check_model(request: Parameters, served: Served) -> None:
-    """Raises Refusal if the request names neither the model nor one of its adapters."""
+    """Raises Refusal if the request names neither the model nor one of its adapters, or is for a model of another kind."""
     if request.model is not None and request.model not in (served.name, *served.adapters):
         names = ", ".join(map(repr, (served.name, *served.adapters)))
         raise Refusal(
@@ -102,3 +106,12 @@ def check_model(request: Parameters, served: Served) -> None:
             param="model",
             code="model_not_found",
         )
+    is_reward_model = served.scorer is not None
+    if request.of_reward_models in (None, is_reward_model):
+        return
+    message = (
+        f"{served.name} is a reward model and generates no text: ask /v1/score, or serve a language model"
+        if is_reward_model
+        else f"{served.name} is a language model and has no scores: serve a reward model, or ask for logprobs"
+    )
+    raise Refusal(400, message, param="model", code="unsupported_model")

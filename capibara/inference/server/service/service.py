@@ -24,6 +24,7 @@ from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.service.http_errors import Refusal, lost_process
 from capibara.inference.server.service.load import Load
+from capibara.inference.thinking.reward_model import RewardModel
 
 _SOON = {"Retry-After": "1"}
 _LEAST = {
@@ -48,7 +49,7 @@ class ServerConfig:
       max_prompt_tokens: longest prompt; None: the slot's capacity.
       max_texts: most texts of one request: prompts times n.
       max_stops: most stop strings of one request.
-      max_embeddings: most texts of one request for embeddings.
+      max_embeddings: most texts of one request for embeddings or scores.
       pooling: which hidden states of a text are its embedding.
       max_prompt_chars: characters of the longest prompt; None: what the longest prompt's tokens can spell, up to 16 per
         token, or fewer if the tokenizer's longest token is shorter. Longer prompts are refused before tokenisation.
@@ -128,18 +129,19 @@ class Served:
     """A loaded model.
 
     Attributes:
-      engine: an engine with its own thread.
+      generator: an engine with its own thread; None: the model is a reward model.
       vocabulary: of the model.
       chat: its chat template; None: it has none.
-      length: token capacity of a slot.
+      length: token capacity of a slot, or of a row of a reward model.
       encoder_length: most tokens that an encoder reads; None: there is no encoder.
       name: the model's name for clients.
       sampling: defaults for a request.
       created_s: when it was loaded, by time.time.
       adapters: names of the engine's adapters, which clients can request instead of the model.
+      scorer: the reward model; None: the model generates.
     """
 
-    engine: Engine
+    generator: Engine | None
     vocabulary: Vocabulary
     chat: Chat | None
     length: int
@@ -148,6 +150,18 @@ class Served:
     sampling: Sampling
     created_s: float = dataclasses.field(default_factory=time.time)
     adapters: tuple[str, ...] = ()
+    scorer: RewardModel | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for requests that a reward model does not take (`bodies.check_model`)."""
+        assert self.generator is not None, "requests for texts are refused before"
+        return self.generator
+
+    @property
+    def rows(self) -> int:
+        """Rows of the model's embedding: requests may have ids below it."""
+        return self.engine.rows if self.scorer is None else self.scorer.rows
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the model alone."""
@@ -200,9 +214,11 @@ def shutting_down() -> Refusal:
 
 
 class Watch(Protocol):
-    """Is notified of each finished text."""
+    """Is notified of each finished text, and of the tokens that a request reads without continuing them."""
 
     def text(self, completion: Completion) -> None: ...
+
+    def read(self, tokens: int) -> None: ...
 
 
 class Answers:
@@ -295,7 +311,7 @@ class Service:
 
     @property
     def state(self) -> State:
-        if self.served is not None and self.served.engine.failed:
+        if self.served is not None and self.served.generator is not None and self.served.generator.failed:
             return State.FAILED
         if self._draining_since_s is not None:
             return State.DRAINING
@@ -303,9 +319,8 @@ class Service:
 
     @property
     def load(self) -> Load:
-        if self.served is None:
+        if self.served is None or (engine := self.served.generator) is None:
             return Load()
-        engine = self.served.engine
         return Load(*engine.load, engine.slots, *engine.pages, engine.statistics.preempted, engine.compiling)
 
     def ready(self, served: Served, config: ServerConfig) -> None:
@@ -326,7 +341,9 @@ class Service:
             case State.FAILED:
                 raise Refusal(503, "the model has failed: the server must be started again", code="model_failed")
         assert self.served is not None, "it is loading otherwise"
-        most = self.served.engine.slots + self.config.queue
+        if (engine := self.served.generator) is None:
+            return self.served
+        most = engine.slots + self.config.queue
         if texts > most:
             raise Refusal(400, f"{texts} texts are requested, there is room for {most}: request fewer", param="n")
         if self.texts + texts > most:
@@ -354,6 +371,10 @@ class Service:
         finally:
             self.body_bytes -= held
             self.freed_bytes += held
+
+    def count_read(self, tokens: int) -> None:
+        """Counts tokens that a request has read without continuing them."""
+        self._watch.read(tokens)
 
     def ask(self, asks: Sequence[RequestedText], began_s: float) -> Answers:
         """Submits the texts of one request that arrived at `began_s` by time.monotonic.

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from capibara import config
-from capibara.cli.composition import serving_rows
+from capibara.cli.composition import serving
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
@@ -42,7 +42,7 @@ def test_length_and_pages(model, platform, bindings, length, pages, monkeypatch,
     files = [str(tmp_path / name) for name in bindings if name.endswith(".gin")]
     record = config.Recorded("TEXT = 130\nDataset.length = %TEXT\n", "run.gin")
     config.parse(files, [one for one in bindings if "=" in one], recorded=record)
-    monkeypatch.setattr(serving_rows, "platform", lambda: platform)
+    monkeypatch.setattr(serving, "platform", lambda: platform)
     loaded = LoadedModel(
         api.build(model),
         {},
@@ -51,7 +51,7 @@ def test_length_and_pages(model, platform, bindings, length, pages, monkeypatch,
         None,
         "stored",
     )
-    got, batching = serving_rows.served_rows(loaded, EngineConfig(slots=8))
+    got, batching = serving.served_rows(loaded, EngineConfig(slots=8))
     assert (got, batching.page_size, batching.pages) == (length, *pages)
     config.reset()
 
@@ -67,5 +67,5 @@ def test_pages_that_are_bound_stay():
         None,
         "stored",
     )
-    assert serving_rows.served_rows(loaded, EngineConfig()) == (130, EngineConfig())
+    assert serving.served_rows(loaded, EngineConfig()) == (130, EngineConfig())
     config.reset()
