@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Message
+from capibara.inference.calls.served_tool import result_of
 from capibara.strategies.environments.environment import Environment, Episode
 
 
@@ -66,10 +66,4 @@ class _Calls(Episode):
         function = self._functions.get(name)
         if function is None:
             return f"error: there is no tool {name!r}, only {', '.join(self._functions)}"
-        try:
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
-            result = function(**given)
-        except Exception as error:  # whatever a tool raises is what the model is told
-            return f"error: {type(error).__name__}: {error}"[: self._result_chars]
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
-        return text[: self._result_chars]
+        return result_of(function, arguments, self._result_chars)
