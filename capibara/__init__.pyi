@@ -195,6 +195,7 @@ from capibara.optim.schedules import Schedule as Schedule
 from capibara.retrieval.contexts import Retrieval as Retrieval
 from capibara.retrieval.raft import RaftPreparation as RaftPreparation
 from capibara.retrieval.settings import IndexPreparation as IndexPreparation
+from capibara.retrieval.tool import SearchTool as SearchTool
 from capibara.sandbox.sandbox import Sandbox as Sandbox
 from capibara.sharding.plan import Plan as Plan
 from capibara.sharding.rules import Rules as Rules

@@ -9,8 +9,8 @@ from typing import Any
 from capibara.config import configurable
 from capibara.core.fields import FilePath
 from capibara.core.types import UserError
-from capibara.retrieval import contexts
 from capibara.retrieval.index import Index
+from capibara.retrieval.tool import IndexSearch
 from capibara.strategies.environments.environment import Environment, Episode
 from capibara.strategies.environments.functions import FunctionTools
 
@@ -46,11 +46,8 @@ class Search(Environment):
 
     def of_index(self, index: Index) -> FunctionTools:
         """The environment once its index is open."""
-
-        def search(query: str) -> str:
-            return contexts.shown(index.search(query, self.k))
-
-        return FunctionTools(functions=(search,), turns=self.turns, result_chars=self.result_chars)
+        tool = IndexSearch(index, self.k, self.result_chars)
+        return FunctionTools(functions=(tool.search,), turns=self.turns, result_chars=self.result_chars)
 
     def begin(self, record: Mapping[str, Any]) -> Episode:
         raise AssertionError("the run opens the index before its first dialogue")
