@@ -12,7 +12,8 @@ from capibara.core.types import UserError
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
     from capibara.inference.sampling.sampling import Sampling
-    from capibara.inference.server.service.service import ServerConfig
+    from capibara.inference.server.service.service import Served, ServerConfig
+    from capibara.retrieval.tool import SearchTool
 
 _KEY = "CAPIBARA_API_KEY"
 
@@ -25,6 +26,7 @@ def serve(
     name: str | None = None,
     api_key_file: str | None = None,
     limits: ServerConfig | None = None,
+    search: SearchTool | None = None,
     sampling: Sampling | None = None,
     ready: Callable[[str], None] = print,
 ) -> None:
@@ -36,11 +38,12 @@ def serve(
       name: the model's name for clients; None: the name of its folder or file.
       api_key_file: API keys, one a line; None: those of CAPIBARA_API_KEY, or none, on this machine only.
       limits: of the server; None: its defaults.
+      search: an index that the model searches in chats; None: none.
       sampling: what requests do not say; None: the defaults.
       ready: called with the address when the model answers.
 
     Raises:
-      UserError: the address cannot be used, or other machines could send requests without a key.
+      UserError: an option does not fit the model, the address cannot be used, or other machines could send requests without a key.
     """
     if not hasattr(type(model), "engine"):
         raise UserError(f"serve takes a loaded model, and {model!r} is none: try cb.load({model!r})")
@@ -48,26 +51,41 @@ def serve(
         raise UserError(f"port is {port}, must be from 0 to 65535 (0: any free one)")
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         extras.require(package, extra="serve", why="capibara.serve")
-    from capibara.inference.interactive import chat
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server import server
-    from capibara.inference.server.service.service import Served, ServerConfig, check_streams
+    from capibara.inference.server.service.service import ServerConfig
+
+    takes = ServerConfig() if limits is None else limits
+    name = name or os.path.basename(os.path.normpath(model.path)).removesuffix(".gguf")
+    endpoint = server.open_endpoint(host, port, api_key_file, _KEY)
+    served = _served(model, name, Sampling() if sampling is None else sampling, takes, search)
+    server.run(endpoint.listening, endpoint.keys, lambda: (served, takes), lambda _: ready(endpoint.url), host)
+
+
+def _served(
+    model: LanguageModel, name: str, sampling: Sampling, takes: ServerConfig, search: SearchTool | None
+) -> Served:
+    """The model with its engine or its scores; errors as for `serve`."""
+    from capibara.cli.composition import models, retrieving, serving
+    from capibara.inference.interactive import chat
+    from capibara.inference.server.service.service import Served
     from capibara.models.api import Head
 
-    used = Sampling() if sampling is None else sampling
-    check_streams(used)
-    endpoint = server.open_endpoint(host, port, api_key_file, _KEY)
     data, scores = model.loaded.dataset, model.config.head is Head.SCORE
-    served = Served(
+    if scores:
+        serving.check_scores(None if search is None else search.index, takes, name)
+    serving.check_texts(sampling, takes, search)
+    talk = chat.of_served(data, model.template)
+    return Served(
         None if scores else model.engine,
         model.tokenizer,
-        chat.of_served(data, model.template),
+        talk,
         data.length,
         data.encoder_length,
-        name or os.path.basename(os.path.normpath(model.path)).removesuffix(".gguf"),
-        used,
+        name,
+        sampling,
         adapters=() if scores else model.engine.adapters,
         scorer=model.scorer if scores else None,
+        judge=models.reward_model(takes.thinking, "the reward model"),
+        tool=None if search is None else retrieving.search_of(search, talk),
     )
-    takes = ServerConfig() if limits is None else limits
-    server.run(endpoint.listening, endpoint.keys, lambda: (served, takes), lambda _: ready(endpoint.url), host)

@@ -17,6 +17,8 @@ examples:
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
   python -m capibara.serve --model_dir=runs/reward --name=judge
   python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
+  python -m capibara.serve --model=Qwen3-0.6B --index=data/docs
+  python -m capibara.serve --model=Qwen3-0.6B --gin.ServerConfig.thinking=@SelfConsistency()
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
 Requests name the model or an adapter; adapters stay unmerged and share batches. A prompt and its text may have the model's
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_model(parser)
     flags.add_adapters(parser)
     parser.add_argument("--name", metavar="NAME", help="the model's name for clients; default: the folder's name")
+    parser.add_argument(
+        "--index", metavar="DIR", help="an index of capibara prepare index, which the model searches in chats"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one; default: 8000")
     parser.add_argument("--api_key_file", metavar="FILE", help=f"API keys, one per line; or set one in {_KEY}")

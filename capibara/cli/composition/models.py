@@ -199,8 +199,12 @@ def scorer_of(loaded: LoadedModel, name: str, template: ChatTemplate | None) -> 
     return RewardModel(name, loaded.model, loaded.params, loaded.dataset, talk.template)
 
 
-def reward_model(strategy: Strategy | None) -> RewardModel | None:
+def reward_model(strategy: Strategy | None, name: str | None = None) -> RewardModel | None:
     """Loads the reward model that a thinking strategy names, beside what is parsed; None: it names none.
+
+    Args:
+      strategy: the strategy.
+      name: of the reward model in errors of its answers; None: its path.
 
     Raises:
       UserError: it is no reward model, or as in `load`.
@@ -215,7 +219,7 @@ def reward_model(strategy: Strategy | None) -> RewardModel | None:
         loaded = load(path)
         check_head(path, loaded.model)  # before the template, which other models may lack
         template = chat_of(loaded.dataset).template
-    return RewardModel(path, loaded.model, loaded.params, loaded.dataset, template)
+    return RewardModel(name or path, loaded.model, loaded.params, loaded.dataset, template)
 
 
 def open_subject(

@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING
 
 from capibara import config
 from capibara.cli.composition import models
+from capibara.core.types import UserError
+from capibara.inference.calls.dialect import writes_calls
 from capibara.inference.engine.reading import Pooling
+from capibara.inference.interactive.chat import Chat
 from capibara.retrieval.embedding import TextEmbedder
 from capibara.retrieval.index import Index, IndexFolder
+from capibara.retrieval.tool import IndexSearch, SearchTool
 
 if TYPE_CHECKING:
     from capibara.evaluation.tasks import EvalTask, Item
@@ -35,6 +39,28 @@ def index(path: str, model: str | None = None) -> Index:
     """
     folder = IndexFolder.open(path)
     return Index(folder, embedder(model or folder.model, folder.pooling))
+
+
+def search_of(settings: SearchTool, talk: Chat | None) -> IndexSearch:
+    """The search tool of a server, whose model must be able to call it.
+
+    Args:
+      settings: of the tool.
+      talk: the model's chat; None: it has none.
+
+    Raises:
+      UserError: the model's chat template writes no calls, the index cannot be opened, or there are several processes.
+    """
+    import jax
+
+    if (count := jax.process_count()) > 1:
+        raise UserError(f"--index={settings.index} is searched by one process, and there are {count}: start one alone")
+    if talk is None or not writes_calls(talk, IndexSearch.schema):
+        raise UserError(
+            f"--index={settings.index} needs a model that calls tools, and the chat template of this one writes no tools, calls "
+            "and results: serve another model, or leave --index out"
+        )
+    return IndexSearch(index(settings.index, settings.model), settings.k, settings.result_chars)
 
 
 def items(name: str, task: EvalTask, limit: int | None) -> list[Item]:

@@ -7,7 +7,7 @@ import os
 
 from capibara import config
 from capibara.cli.arguments.flags import Arguments
-from capibara.cli.composition import models
+from capibara.cli.composition import models, retrieving
 from capibara.core.types import UserError
 from capibara.inference.engine.cache import pages
 from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
@@ -17,6 +17,7 @@ from capibara.inference.server.service.service import Served, ServerConfig, chec
 from capibara.interop.open_model import LoadedModel
 from capibara.models.api import Head, paged
 from capibara.monitoring.status import StatusLine
+from capibara.retrieval.tool import SearchTool
 from capibara.sharding import platform
 
 _PAGE = 32
@@ -39,19 +40,48 @@ def load(args: Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
     loaded = models.load_served(args, name)
     takes = config.build(ServerConfig)
     if loaded.model.config.head is Head.SCORE:
+        check_scores(args.index, takes, name)
         return _reward_model(loaded, name), takes
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
-    check_streams(sampling)
     data, vocabulary = loaded.dataset, loaded.tokenizer
     talk = chat.of_served(data, models.chat_template(data)) if first else None
+    search = None
+    if args.index or config.is_bound("SearchTool.index"):
+        search = config.build(SearchTool, **({"index": args.index} if args.index else {}))
+    check_texts(sampling, takes, search)
     config.check_used()
+    judge = models.reward_model(takes.thinking, "the reward model") if first else None
+    tool = None if search is None or not first else retrieving.search_of(search, talk)
     length, batching = served_rows(loaded, batching)
     engine = models.engine_of(loaded, batching, length)
     if takes.warm_up:
         with StatusLine() as line:
             engine.warm_up(lambda at, of: line.show("compiling", f"{at} of {of}") if first else None, background=True)
-    served = Served(engine, vocabulary, talk, length, data.encoder_length, name, sampling, adapters=engine.adapters)
+    served = Served(
+        engine, vocabulary, talk, length, data.encoder_length, name, sampling,
+        adapters=engine.adapters, judge=judge, tool=tool,
+    )  # fmt: skip
     return served, takes
+
+
+def check_texts(sampling: Sampling, takes: ServerConfig, search: SearchTool | None) -> None:
+    """Raises UserError if the texts of requests that set nothing cannot be answered."""
+    check_streams(sampling)
+    if takes.thinking is None:
+        return
+    takes.thinking.check(sampling)
+    if search is not None:
+        raise UserError(
+            f"ServerConfig.thinking is @{type(takes.thinking).__name__}() and --index={search.index}: strategies draw texts "
+            "without calls, leave one out"
+        )
+
+
+def check_scores(index: str | None, takes: ServerConfig, name: str) -> None:
+    """Raises UserError for an option that a reward model does not have."""
+    for option, is_set in ((f"--index={index}", index), ("ServerConfig.thinking", takes.thinking)):
+        if is_set:
+            raise UserError(f"{option} is for language models, and {name} is a reward model: leave it out")
 
 
 def _reward_model(loaded: LoadedModel, name: str) -> Served:

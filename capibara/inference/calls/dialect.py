@@ -9,6 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from capibara.core.types import UserError
+from capibara.data.chat.dropped import dropped
+from capibara.data.chat.formats import Conversation
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.calls.forms import table
 from capibara.inference.calls.forms.form import Form
@@ -17,6 +19,8 @@ from capibara.inference.calls.reader import Reader
 from capibara.inference.calls.reasoning import ReasoningIn, Tags, tags_of
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.grammar import Grammar
+
+_PROBE = "probe"  # in a conversation by which a template is tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +119,26 @@ def dialect_of(chat: Chat) -> Dialect:
     ids = _special_ids(chat.vocabulary)
     model = _Model(chat, ids)
     return Dialect(table.form_of(model), tags_of(model), ids)
+
+
+def writes_calls(chat: Chat, tool: dict[str, Any]) -> bool:
+    """Whether a chat's template writes a tool, a call of it and its result, in a form that is known."""
+    name = tool["function"]["name"]
+    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {_PROBE: "argument"}}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "question"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "name": name, "content": _PROBE},
+    ]
+    for count in (1, len(messages)):  # the name in a call would hide that the tool is not written
+        conversation = Conversation(messages[:count], [tool])
+        try:
+            text = chat.text_after(conversation, "a call")
+        except UserError:
+            return False
+        if any(dropped(conversation, text)):
+            return False
+    return dialect_of(chat).form is not None
 
 
 def _special_ids(vocabulary: Vocabulary) -> dict[str, int]:

@@ -75,6 +75,10 @@ class Message:
             pieces.append({"index": self._count - 1, "function": {"arguments": ""}})
         pieces[-1]["function"]["arguments"] += text
 
+    def has(self, kind: type[Event]) -> bool:
+        """Whether there is some answer (Content), or some thought (Reasoning), so far."""
+        return bool(self._content if kind is Content else self._reasoning)
+
     def whole(self) -> Json:
         """The message; malformed calls are content, and so are those that were cut off."""
         content = self._content or None if self.calls or self._reasoning else self._content

@@ -11,7 +11,6 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 import fastapi
@@ -32,19 +31,12 @@ from capibara.inference.server.openai.requests import ChatRequest, CompletionReq
 from capibara.inference.server.prometheus import ServingMetrics
 from capibara.inference.server.responses.replies import ResponseReply
 from capibara.inference.server.responses.requests import ResponsesRequest, response_texts
-from capibara.inference.server.service import bodies, bounds
+from capibara.inference.server.service import bodies, bounds, threads
+from capibara.inference.server.service.answers import Answers, RequestedText, shutting_down
 from capibara.inference.server.service.bodies import Parameters, TextParameters
 from capibara.inference.server.service.http_errors import Refusal
 from capibara.inference.server.service.reply import Reply
-from capibara.inference.server.service.service import (
-    Answers,
-    RequestedText,
-    Served,
-    ServerConfig,
-    Service,
-    State,
-    shutting_down,
-)
+from capibara.inference.server.service.service import Served, ServerConfig, Service, State
 from capibara.inference.server.visitors import Guarded, Visitors
 
 _log = logging.getLogger("uvicorn.error")  # where errors of whole responses go
@@ -55,11 +47,6 @@ _DISCARDED = 8  # times the largest body: the most that is read and discarded, s
 _PAUSED_AFTER_S = 1e-3
 _PATIENT_BYTES = 32 * 1024
 _LAST_WRITES_S = 5.0  # for a client that reads slowly, after the texts' deadline
-
-# Two threads: the interpreter runs one at a time, except while it waits for a tokenizer or a template.
-_preparing = ThreadPoolExecutor(2, thread_name_prefix="preparing")
-# What may compile a program or wait for the devices has threads of its own: prompts of others do not wait for it.
-_reading = ThreadPoolExecutor(2, thread_name_prefix="reading")
 
 P = TypeVar("P", bound=Parameters)
 Q = TypeVar("Q", bound=TextParameters)
@@ -241,7 +228,7 @@ async def _prepared(
         parsed = await _parsed(service, kind, body, config.max_texts * bounds.most_tokens(served, config))
         bodies.check_model(parsed, served)
         # Templates and tokenizers may take long; other requests' tokens must not wait for them.
-        pool = _reading if parsed.waits else _preparing
+        pool = threads.READING if parsed.waits else threads.PREPARING
         running = asyncio.get_running_loop().run_in_executor(pool, work, parsed, served, config)
         try:
             async with asyncio.timeout(began_s + config.timeout_s - time.monotonic()):

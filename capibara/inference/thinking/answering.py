@@ -64,7 +64,7 @@ def _drawn(engine: Engine, asked: Sequence[Asked], drafts: Sequence[Draft]) -> l
         for draft in drafts:
             item = asked[draft.number]
             inputs, ends = item.inputs(draft.text)
-            options = _with_sample(item.sampling, draft.sample)
+            options = with_sample(item.sampling, draft.sample)
             streams.append(engine.submit(inputs, options, ends=ends, adapter=item.adapter))
         results = [stream.result() for stream in streams]
     except BaseException:
@@ -77,7 +77,7 @@ def _drawn(engine: Engine, asked: Sequence[Asked], drafts: Sequence[Draft]) -> l
     ]
 
 
-def _with_sample(sampling: Sampling, sample: int) -> Sampling:
+def with_sample(sampling: Sampling, sample: int) -> Sampling:
     """The sampling of one of several texts of a prompt."""
     return dataclasses.replace(sampling, seed=(sampling.seed + sample + 2**63) % 2**64 - 2**63)
 

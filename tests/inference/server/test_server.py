@@ -25,8 +25,9 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
 from capibara.inference.server.app import app_of
 from capibara.inference.server.prometheus import ServingMetrics
+from capibara.inference.server.service.answers import StreamedTexts
 from capibara.inference.server.service.http_errors import Refusal
-from capibara.inference.server.service.service import Answers, ServerConfig, Service
+from capibara.inference.server.service.service import ServerConfig, Service
 
 SLOTS, LENGTH = 2, 256
 GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
@@ -542,7 +543,7 @@ def test_texts_of_a_process_that_is_gone_are_refused_with_503():
     stream = Stream(lambda: False)
 
     async def ask():
-        answers = Answers([stream], time.monotonic() + 5, lambda answers, item: None)
+        answers = StreamedTexts([stream], time.monotonic() + 5, lambda answers, item: None)
         stream.fail(ProcessLost("gone"))
         return await answers.all()
 

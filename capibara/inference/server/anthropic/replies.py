@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from capibara.inference.engine.requests.stream import Completion, Finish, Piece
 from capibara.inference.server.anthropic import requests
 from capibara.inference.server.anthropic.requests import MessagesRequest
+from capibara.inference.server.service import joined
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.blocks import Block, Blocks, Change, Kind, blocks_of
 from capibara.inference.server.service.chat_answer import ChatAnswer
 from capibara.inference.server.service.http_errors import Refusal
 from capibara.inference.server.service.reply import Json, TypedReply
-from capibara.inference.server.service.service import RequestedText, Served
+from capibara.inference.server.service.service import Served
 
 _ERRORS = {
     401: "authentication_error",
@@ -53,7 +55,8 @@ class MessageReply(TypedReply):
             self._answer.add(piece)
         self._answer.close()
         content = [_block(block, block.text) for block in blocks_of(self._answer.message.whole())]
-        return self._about | {"content": content, "usage": self._usage(completion)} | self._stop(completion)
+        message = self._about | {"content": content, "usage": self._usage(completion)} | self._stop(completion)
+        return message | joined.report(completion)
 
     def begin(self) -> list[Json]:
         usage = {"input_tokens": len(self._ask.ids), "output_tokens": 0}
@@ -66,7 +69,7 @@ class MessageReply(TypedReply):
     def end(self, index: int, completion: Completion) -> list[Json]:
         events = [*self._events(self._blocks.add(self._answer.close())), *self._events(self._blocks.close())]
         delta = {"type": "message_delta", "delta": self._stop(completion), "usage": self._usage(completion)}
-        return [*events, delta, {"type": "message_stop"}]
+        return [*events, delta | joined.report(completion), {"type": "message_stop"}]
 
     def error(self, refusal: Refusal) -> Json:
         return error_of(refusal)
@@ -94,10 +97,10 @@ class MessageReply(TypedReply):
     def _usage(self, completion: Completion) -> Json:
         cached = completion.cached_tokens
         return {
-            "input_tokens": len(self._ask.ids) - cached,
+            "input_tokens": len(self._ask.ids) + joined.more_read(completion) - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": len(completion.tokens),
+            "output_tokens": joined.written(completion),
         }
 
 

@@ -9,12 +9,14 @@ from typing import Any, Literal
 import pydantic
 
 from capibara.inference.server.openai.conversations import rendered
+from capibara.inference.server.openai.courses import with_tool
 from capibara.inference.server.openai.requests import ChatRequest
 from capibara.inference.server.openai.texts import chat_texts
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.bodies import Parameters, TextParameters
 from capibara.inference.server.service.bounds import brief
 from capibara.inference.server.service.http_errors import Refusal
-from capibara.inference.server.service.service import RequestedText, Served, ServerConfig
+from capibara.inference.server.service.service import Served, ServerConfig
 
 Json = dict[str, Any]
 
@@ -64,6 +66,7 @@ class MessagesRequest(CountRequest, TextParameters):
     top_k: int | None = pydantic.Field(None, ge=0)
     stop_sequences: list[str] | None = None
     output_config: _OutputConfig | None = None
+    thinking_strategy: Any = None
 
 
 class _Choice(pydantic.BaseModel):
@@ -91,6 +94,7 @@ def message_texts(request: MessagesRequest, served: Served, config: ServerConfig
         "response_format": _format(request.output_config),
         "reasoning_effort": request.output_config and request.output_config.effort,
         "thinking_tokens": None if request.thinking is None else request.thinking.budget_tokens,
+        "thinking_strategy": request.thinking_strategy,
     }
     return chat_texts(_chat(request, options), served, config)
 
@@ -111,7 +115,7 @@ def count_tokens(request: CountRequest, served: Served, config: ServerConfig) ->
     Raises:
       Refusal: a parameter is invalid, or the chat template rejects the messages.
     """
-    talk, text = rendered(_chat(request, {}), served, config)
+    talk, text = rendered(with_tool(_chat(request, {}), served), served, config)
     return {"input_tokens": len(talk.ids_of(text))}
 
 

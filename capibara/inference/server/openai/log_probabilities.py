@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.requests.stream import Piece
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.reply import Json
-from capibara.inference.server.service.service import RequestedText
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI uses the same value
 

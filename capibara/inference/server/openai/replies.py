@@ -19,9 +19,11 @@ from capibara.inference.server.openai.log_probabilities import (
     token_log_probabilities,
 )
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
+from capibara.inference.server.service import joined
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.chat_answer import ChatAnswer
 from capibara.inference.server.service.reply import Json, Reply
-from capibara.inference.server.service.service import RequestedText, Served
+from capibara.inference.server.service.service import Served
 
 _CALLED = {"stop": "tool_calls"}  # a text that was cut off stays that
 
@@ -55,7 +57,8 @@ class OpenAiReply(Reply):
             self._choice(index, self._text_of(completion), self._pieces_of(completion), str(completion.finish))
             for index, completion in enumerate(self._best(completions))
         ]
-        return self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
+        response = self._about | {"object": self.kind, "choices": choices, "usage": self._usage(completions)}
+        return response | joined.report(completions[0])
 
     def piece(self, index: int, piece: Piece) -> list[Json]:
         self._written += piece.token is not None
@@ -126,8 +129,8 @@ class OpenAiReply(Reply):
 
     def _usage(self, completions: Sequence[Completion]) -> Json:
         n = self._asked.drawn
-        read = sum(len(ask.ids) for ask in self._asks[::n])
-        written = sum(len(completion.tokens) for completion in completions)
+        read = sum(len(ask.ids) for ask in self._asks[::n]) + sum(map(joined.more_read, completions))
+        written = sum(map(joined.written, completions))
         cached = sum(completion.cached_tokens for completion in completions[::n])
         return {
             "prompt_tokens": read,
@@ -303,7 +306,7 @@ class ChatReply(OpenAiReply):
         finish = _CALLED.get(finish, finish) if answer.message.calls else finish
         chunk = self._chunk(index, "", self._ending(completion), finish)
         chunk["choices"][0]["delta"] = delta
-        return [chunk]
+        return [chunk | joined.report(completion)]
 
     def _usage(self, completions: Sequence[Completion]) -> Json:
         counts = [answer.reasoning_tokens for answer in self._answers if answer.reads_thoughts]

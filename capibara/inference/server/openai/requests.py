@@ -3,7 +3,7 @@
 Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, echo of chats,
 guided_*, ignore_eos, include_reasoning, min_p, min_tokens, prompt_logprobs, repetition_penalty, return_token_ids,
 return_tokens_as_token_ids, stop_token_ids, structured_outputs, top_k, truncate_prompt_tokens and truncation_side;
-thinking_tokens as in `Sampling`.
+thinking_tokens as in `Sampling`; thinking_strategy is ours.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ class ChatRequest(ApiRequest):
     continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     echo: bool | None = None
+    thinking_strategy: Any = None
 
     def check(self) -> None:
         super().check()

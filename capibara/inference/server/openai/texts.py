@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from capibara.core.fields import short
 from capibara.inference.calls import choice
-from capibara.inference.server.openai import sampling_options, structured
+from capibara.inference.server.openai import courses, sampling_options, structured
 from capibara.inference.server.openai.conversations import rendered
 from capibara.inference.server.openai.prompts import given_prompts, invalid, prompt_ids, prompt_scores, truncated
 from capibara.inference.server.openai.requests import ApiRequest, ChatRequest, CompletionRequest
 from capibara.inference.server.service import bounds
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.http_errors import Refusal
-from capibara.inference.server.service.service import RequestedText, Served, ServerConfig
+from capibara.inference.server.service.service import Served, ServerConfig
 
 
 def completion_texts(request: CompletionRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
@@ -44,6 +45,15 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
     Raises:
       Refusal: a parameter is invalid, the chat template rejects the messages, or they are too long.
     """
+    strategy = courses.strategy_for(request, served, config)
+    asks = _chat_asks(courses.with_tool(request, served), served, config)
+    asking = lambda changed: chat_texts(changed, served, config)[0]  # noqa: E731
+    course = courses.course_of(request, strategy, asks[0].sampling, served, config, asking)
+    return asks if course is None else [dataclasses.replace(asks[0], course=course)]
+
+
+def _chat_asks(request: ChatRequest, served: Served, config: ServerConfig) -> list[RequestedText]:
+    """The n texts of a request; its tools are all that the model may call."""
     if request.top_logprobs is not None and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs = true", param="top_logprobs", code="invalid_value")
     if None not in (limits := (request.max_tokens, request.max_completion_tokens)) and limits[0] != limits[1]:
@@ -64,9 +74,9 @@ def chat_texts(request: ChatRequest, served: Served, config: ServerConfig) -> li
         if forced is not None:
             served.engine.check(forced)
         samplings = [choice.forced(ask.sampling, forced, dialect, thinks) for ask in asks]
-    spelled = dialect.spelled
+    spelled, tool = dialect.spelled, None if tools is None else served.tool
     return [
-        dataclasses.replace(ask, sampling=sampling, spelled=spelled, dialect=dialect, thinks=thinks)
+        dataclasses.replace(ask, sampling=sampling, spelled=spelled, dialect=dialect, thinks=thinks, tool=tool)
         for ask, sampling in zip(asks, samplings)
     ]
 

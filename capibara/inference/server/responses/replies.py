@@ -12,11 +12,13 @@ from capibara.inference.engine.requests.stream import Completion, Finish, Piece
 from capibara.inference.server.openai.log_probabilities import token_log_probabilities
 from capibara.inference.server.responses import requests
 from capibara.inference.server.responses.requests import ResponsesRequest
+from capibara.inference.server.service import joined
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.blocks import Block, Blocks, Change, Kind, blocks_of
 from capibara.inference.server.service.chat_answer import ChatAnswer
 from capibara.inference.server.service.http_errors import Refusal
 from capibara.inference.server.service.reply import Json, TypedReply
-from capibara.inference.server.service.service import RequestedText, Served
+from capibara.inference.server.service.service import Served
 
 _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 _EVENTS = {
@@ -158,15 +160,19 @@ class ResponseReply(TypedReply):
         texts = [item for item in output if item["type"] == "message"]
         if self._request.has_logprobs and texts:
             texts[-1]["content"][0]["logprobs"] = token_log_probabilities(self._served.vocabulary, completion.pieces)
-        return self._about | {
-            "status": "incomplete" if is_cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": output,
-            "usage": self._usage(completion),
-        }
+        return (
+            self._about
+            | {
+                "status": "incomplete" if is_cut else "completed",
+                "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+                "output": output,
+                "usage": self._usage(completion),
+            }
+            | joined.report(completion)
+        )
 
     def _usage(self, completion: Completion) -> Json:
-        read, written = len(self._ask.ids), len(completion.tokens)
+        read, written = len(self._ask.ids) + joined.more_read(completion), joined.written(completion)
         return {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": completion.cached_tokens},

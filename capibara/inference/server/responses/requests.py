@@ -9,9 +9,10 @@ import pydantic
 from capibara.inference.engine.requests.request import LIKELIEST
 from capibara.inference.server.openai.requests import IGNORED, ChatRequest, SampledParameters
 from capibara.inference.server.openai.texts import chat_texts
+from capibara.inference.server.service.answers import RequestedText
 from capibara.inference.server.service.bounds import brief
 from capibara.inference.server.service.http_errors import Refusal
-from capibara.inference.server.service.service import RequestedText, Served, ServerConfig
+from capibara.inference.server.service.service import Served, ServerConfig
 
 Json = dict[str, Any]
 
@@ -56,6 +57,7 @@ class ResponsesRequest(SampledParameters):
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
+    thinking_strategy: Any = None
 
     def check(self) -> None:
         for name in self.include or ():
@@ -89,6 +91,7 @@ def response_texts(request: ResponsesRequest, served: Served, config: ServerConf
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _format(request.text),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,
+        "thinking_strategy": request.thinking_strategy,
     }
     values |= {
         name: getattr(request, name) for name in SampledParameters.model_fields if name not in ("model", "stream")
@@ -105,7 +108,9 @@ def chat_tools(request: ResponsesRequest) -> list[Json]:
     tools: list[Json] = []
     for number, tool in enumerate(request.tools or []):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            message = f"tools[{number}] is {brief(tool)}, must be a function with a name: nothing is executed here"
+            message = (
+                f"tools[{number}] is {brief(tool)}, must be a function with a name: other kinds are not executed here"
+            )
             raise Refusal(400, message, param="tools", code="unsupported_value")
         about = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         tools.append({"type": "function", "function": about})

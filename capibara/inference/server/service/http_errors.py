@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+SOON = {"Retry-After": "1"}  # headers of an error that soon is over
 _LONGEST_PARAM = 60
 _LONGEST_MESSAGE = 600  # of our own words and values, which are each shortened where they are quoted
 

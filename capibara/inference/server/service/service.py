@@ -9,7 +9,7 @@ import enum
 import functools
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from capibara.config import configurable
@@ -17,20 +17,22 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.calls.dialect import Dialect, dialect_of
 from capibara.inference.calls.reasoning import ReasoningIn
+from capibara.inference.calls.served_tool import ServedTool
 from capibara.inference.engine.engine import Engine
-from capibara.inference.engine.reading import Pooling, TokenScores
-from capibara.inference.engine.requests.stream import Completion, Finish, Item, Piece, ProcessLost, Stream
+from capibara.inference.engine.reading import Pooling
+from capibara.inference.engine.requests.stream import Completion, Item, Stream
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
-from capibara.inference.server.service.http_errors import Refusal, lost_process
+from capibara.inference.server.service.answers import Answers, LongAnswer, RequestedText, StreamedTexts, shutting_down
+from capibara.inference.server.service.http_errors import SOON, Refusal
 from capibara.inference.server.service.load import Load
 from capibara.inference.thinking.reward_model import RewardModel
+from capibara.inference.thinking.strategy import Strategy
 
-_SOON = {"Retry-After": "1"}
 _LEAST = {
     **dict.fromkeys(("queue", "max_stops", "grace_s"), 0),
     **dict.fromkeys(("max_tokens", "max_prompt_tokens", "max_prompt_chars", "max_texts", "max_messages"), 1),
-    "max_embeddings": 1,
+    **dict.fromkeys(("max_embeddings", "max_rounds", "search_rounds"), 1),
     **dict.fromkeys(("max_body_kib", "max_bodies_mib", "max_header_kib"), 1),
     "max_connections": 8,
 }
@@ -70,6 +72,10 @@ class ServerConfig:
       access_log: whether to log each request on standard error.
       reasoning: where a chat's thoughts are: apart in `reasoning_content`, if the chat template has tags of thoughts that
         are known, or inline in the content, as the model wrote them.
+      thinking: SelfConsistency, BestOfN or Rounds, by which chats are answered that name no strategy of their own; None: one
+        text.
+      max_rounds: most rounds of a chat's strategy; its most samples are `max_texts`.
+      search_rounds: how often the model may search before it answers, with an index.
     """
 
     queue: int = 64
@@ -94,6 +100,9 @@ class ServerConfig:
     warm_up: bool = True
     access_log: bool = False
     reasoning: ReasoningIn = ReasoningIn.APART
+    thinking: Strategy | None = None
+    max_rounds: int = 8
+    search_rounds: int = 4
 
     def __post_init__(self) -> None:
         for name, smallest in _LEAST.items():
@@ -103,6 +112,8 @@ class ServerConfig:
         for name in ("timeout_s", "body_timeout_s", "header_timeout_s"):
             if not getattr(self, name) > 0:
                 raise UserError(f"ServerConfig.{name} is {getattr(self, name)}, must be above 0")
+        if self.thinking is not None:
+            self.check_strategy(self.thinking, f"ServerConfig.thinking is @{type(self.thinking).__name__}() with")
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise UserError(
@@ -113,6 +124,13 @@ class ServerConfig:
                 raise UserError(
                     f"ServerConfig.allowed_origins has {origin!r}, must be of pages: try 'https://example.com'"
                 )
+
+    def check_strategy(self, strategy: Strategy, which: str) -> None:
+        """Raises UserError if a strategy draws too many texts; `which` names it in the error."""
+        options = dataclasses.asdict(strategy)
+        for name, limit, most in (("samples", "max_texts", self.max_texts), ("rounds", "max_rounds", self.max_rounds)):
+            if (count := options.get(name, 1)) > most:
+                raise UserError(f"{which} {name} {count}, must be at most {most} (ServerConfig.{limit}): draw fewer")
 
 
 class State(enum.StrEnum):
@@ -139,6 +157,8 @@ class Served:
       created_s: when it was loaded, by time.time.
       adapters: names of the engine's adapters, which clients can request instead of the model.
       scorer: the reward model; None: the model generates.
+      judge: the reward model that `ServerConfig.thinking` names; None: it names none.
+      tool: that the server calls itself; None: there is none.
     """
 
     generator: Engine | None
@@ -151,6 +171,8 @@ class Served:
     created_s: float = dataclasses.field(default_factory=time.time)
     adapters: tuple[str, ...] = ()
     scorer: RewardModel | None = None
+    judge: RewardModel | None = None
+    tool: ServedTool | None = None
 
     @property
     def engine(self) -> Engine:
@@ -178,26 +200,6 @@ class Served:
         return int(self.vocabulary.token_bytes().max())
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestedText:
-    """One requested text.
-
-    It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, the adapter,
-    None for the model alone, the ids of special tokens that are spelled in the text, how a chat's answer is read, whether
-    the prompt ends inside a thought, and the scores of the prompt's tokens, None if they are not asked for.
-    """
-
-    ids: Sequence[int]
-    sampling: Sampling
-    ends: tuple[int, ...] = ()
-    likeliest: int = 0
-    adapter: str | None = None
-    spelled: tuple[int, ...] = ()
-    dialect: Dialect | None = None
-    thinks: bool = False
-    scores: TokenScores | None = None
-
-
 def check_streams(sampling: Sampling) -> None:
     """Raises UserError if texts cannot be streamed token by token."""
     for name, is_set in (("beams", sampling.beams is not None), ("num_decodes", sampling.num_decodes > 1)):
@@ -208,79 +210,12 @@ def check_streams(sampling: Sampling) -> None:
             )
 
 
-def shutting_down() -> Refusal:
-    """The error for requests after a signal, or whose texts did not finish in time."""
-    return Refusal(503, "the server is shutting down", code="shutting_down", headers=_SOON)
-
-
 class Watch(Protocol):
     """Is notified of each finished text, and of the tokens that a request reads without continuing them."""
 
     def text(self, completion: Completion) -> None: ...
 
     def read(self, tokens: int) -> None: ...
-
-
-class Answers:
-    """The texts of one request: iterates over (index, piece) and, last for each text, (index, completion).
-
-    It belongs to an event loop; the engine's thread adds items.
-
-    Args:
-      streams: one per text.
-      deadline_s: by time.monotonic.
-      ended: called when a text ends, for any reason.
-
-    Raises (during iteration):
-      Refusal: the deadline has passed, or the texts were cancelled.
-      Exception: the engine's error.
-    """
-
-    def __init__(self, streams: Sequence[Stream], deadline_s: float, ended: Callable[[Answers, Item], None]):
-        self.deadline_s, self.left = deadline_s, len(streams)
-        self._streams, self._ended = streams, ended
-        self._arrived: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        for index, stream in enumerate(streams):
-            stream.forward(functools.partial(self._from_engine, loop, index))
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Piece | Completion]]:
-        left = len(self._streams)
-        while left:
-            try:
-                async with asyncio.timeout(self.deadline_s - time.monotonic()):
-                    index, item = await self._arrived.get()
-            except TimeoutError:
-                self.cancel()
-                raise Refusal(504, "the text took too long: ask for fewer tokens", code="timeout") from None
-            if isinstance(item, BaseException):
-                self.cancel()
-                raise lost_process() if isinstance(item, ProcessLost) else item
-            if isinstance(item, Completion):
-                if item.finish is Finish.CANCELLED:
-                    raise shutting_down()
-                left -= 1
-            yield index, item
-
-    async def all(self) -> list[Completion]:
-        """The complete texts, in order."""
-        completions = {index: item async for index, item in self if isinstance(item, Completion)}
-        return [completions[index] for index in range(len(completions))]
-
-    def cancel(self) -> None:
-        """Cancels the texts; frees their slots."""
-        for stream in self._streams:
-            stream.cancel()
-
-    def _from_engine(self, loop: asyncio.AbstractEventLoop, index: int, item: Item) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
-            loop.call_soon_threadsafe(self._take, index, item)
-
-    def _take(self, index: int, item: Item) -> None:
-        self._arrived.put_nowait((index, item))
-        if not isinstance(item, Piece):
-            self.left -= 1
-            self._ended(self, item)
 
 
 class Service:
@@ -335,7 +270,7 @@ class Service:
         """
         match self.state:
             case State.LOADING:
-                raise Refusal(503, "the model is being loaded: try again", code="loading", headers=_SOON)
+                raise Refusal(503, "the model is being loaded: try again", code="loading", headers=SOON)
             case State.DRAINING:
                 raise shutting_down()
             case State.FAILED:
@@ -347,7 +282,7 @@ class Service:
         if texts > most:
             raise Refusal(400, f"{texts} texts are requested, there is room for {most}: request fewer", param="n")
         if self.texts + texts > most:
-            raise Refusal(429, f"{self.texts} texts are in progress: try again", code="queue_full", headers=_SOON)
+            raise Refusal(429, f"{self.texts} texts are in progress: try again", code="queue_full", headers=SOON)
         return self.served
 
     @contextlib.contextmanager
@@ -362,7 +297,7 @@ class Service:
         def take(count: int) -> None:
             nonlocal held
             if self.body_bytes + count > self.config.max_bodies_mib * 2**20:
-                raise Refusal(503, "too much is being sent at once: try again", code="overloaded", headers=_SOON)
+                raise Refusal(503, "too much is being sent at once: try again", code="overloaded", headers=SOON)
             held += count
             self.body_bytes += count
 
@@ -383,7 +318,18 @@ class Service:
           Refusal: there is no room.
           UserError: a prompt does not fit in a slot.
         """
-        engine, streams = self.check_room(len(asks)).engine, []
+        deadline_s, course = began_s + self.config.timeout_s, asks[0].course
+        self.check_room(len(asks) if course is None else course.texts)
+        if course is None:
+            return self.draw(asks, deadline_s)
+        answer = LongAnswer(asks[0], course, deadline_s, self.draw, self._answers.discard)
+        self._answers.add(answer)
+        return answer
+
+    def draw(self, asks: Sequence[RequestedText], deadline_s: float) -> StreamedTexts:
+        """Submits texts of a request that was admitted, until `deadline_s` by time.monotonic; errors as in `ask`."""
+        assert self.served is not None, "it has admitted the request"
+        engine, streams = self.served.engine, list[Stream]()
         try:
             for ask in asks:
                 options = {"ends": ask.ends, "spelled": ask.spelled}
@@ -394,7 +340,7 @@ class Service:
             for stream in streams:
                 stream.cancel()
             raise
-        answers = Answers(streams, began_s + self.config.timeout_s, self._ended)
+        answers = StreamedTexts(streams, deadline_s, self._ended)
         self._answers.add(answers)
         self.texts += len(streams)
         return answers
@@ -409,7 +355,7 @@ class Service:
             return False
         if time.monotonic() - self._draining_since_s < self.config.grace_s:
             return not self._answers
-        for answers in self._answers:
+        for answers in [*self._answers]:
             answers.cancel()
         return True
 
@@ -420,7 +366,7 @@ class Service:
         self._failed_since_s = self._failed_since_s or time.monotonic()
         return time.monotonic() - self._failed_since_s >= seconds
 
-    def _ended(self, answers: Answers, item: Item) -> None:
+    def _ended(self, answers: StreamedTexts, item: Item) -> None:
         self.texts -= 1
         if not answers.left:
             self._answers.discard(answers)
