@@ -20,6 +20,7 @@ from capibara.inference.interactive import chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server import server
 from capibara.inference.server.service.service import Served, ServerConfig
+from capibara.inference.thinking import reward_model
 from capibara.interop import gin_of
 from capibara.models import api
 from capibara.multihost import exits
@@ -227,3 +228,16 @@ def test_python_serves_a_reward_model(model, monkeypatch):
     monkeypatch.setattr(server, "run", lambda listening, keys, load, *_: (listening.close(), seen.append(load()[0])))
     cb.serve(model, port=0, name="judge")
     assert seen[0].scorer is model.scorer and seen[0].generator is None and seen[0].adapters == ()
+
+
+def test_many_answers_are_read_in_several_batches(model, monkeypatch):
+    """As many rows as fit, in a power of two; each score goes to its own answer."""
+    answers = [*ANSWERS, *(f"{number} {answer}" for number, answer in enumerate(ANSWERS))]
+    want = model.scores(QUERY, answers)
+    monkeypatch.setattr(reward_model, "_BATCH_TOKENS", 3 * 64)
+    shapes, real = [], model.scorer._score
+    monkeypatch.setattr(
+        model.scorer, "_score", lambda params, batch: shapes.append(batch["tokens"].shape) or real(params, batch)
+    )
+    assert model.scores(QUERY, answers) == pytest.approx(want, abs=1e-6) and len(set(want)) == len(answers)
+    assert len(shapes) > 2 and all(rows * size <= 4 * 64 and rows & (rows - 1) == 0 for rows, size in shapes)

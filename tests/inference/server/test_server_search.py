@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import threading
 import types
 
 import anthropic
@@ -231,6 +232,29 @@ def test_without_calls_nothing_is_searched(running, model):
     assert [message["role"] for message in ASKED] == ["user"]
 
 
+@pytest.mark.parametrize(("config", "status"), [(ServerConfig(), 200), (ServerConfig(grace_s=0), 503)])
+def test_a_server_that_stops_waits_for_the_text_after_a_search(served, chat, model, config, status):
+    begun, gate, answers = threading.Event(), threading.Event(), []
+
+    def slow(query, k):
+        begun.set()
+        gate.wait(30)
+        return search(query, k)
+
+    tool = IndexSearch(types.SimpleNamespace(search=slow), 2, 4000)
+    searching = dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat, length=3000, tool=tool)
+    with Running(searching, config) as running:
+        thread = threading.Thread(target=lambda: answers.append(post(running)[0]))
+        thread.start()
+        assert begun.wait(30)
+        assert running.service.texts == 0 and running.http("GET", "/health")[0] == 200, "others go on meanwhile"
+        running.service.drain()
+        assert running.service.drained() == (status == 503)
+        gate.set()
+        thread.join(30)
+    assert answers == [status] and len(model.prompts) == (2 if status == 200 else 1)
+
+
 CLASH = {"type": "function", "function": {"name": "search", "parameters": {}}}
 REFUSED = {
     "a tool of the same name": ({"tools": [CLASH]}, "tools", "tools has 'search', which this server calls itself"),
@@ -275,14 +299,14 @@ def test_a_model_that_is_made_to_search_goes_on(tmp_path):
     any_text = types.SimpleNamespace(search=lambda query, k: search(f"about {query}", k))
     served = dataclasses.replace(served_with(tmp_path, "hermes"), tool=IndexSearch(any_text, 2, 200))
     (quote,) = served.vocabulary.encode('"')
-    options = {**HOT, "max_tokens": 100, "logit_bias": {str(quote): 8}}
+    options = {**HOT, "max_tokens": 250, "logit_bias": {str(quote): 8}}
     named = {"type": "function", "function": {"name": "search"}}
     with served.engine.start(), Running(served) as running:
         create = functools.partial(running.client().chat.completions.create, messages=ASKED, **options)
         answer = create(tool_choice=named)
         (report,) = answer.searches
         assert len(report["results"]) == 2 and answer.choices[0].message.tool_calls is None
-        assert answer.usage.completion_tokens <= 100 and answer.choices[0].message.content
+        assert answer.usage.completion_tokens <= 250 and answer.choices[0].message.content
         chunks = list(create(tool_choice=named, stream=True))
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == answer.choices[0].message.content
