@@ -18,7 +18,7 @@ examples:
   python -m capibara.serve --model_dir=runs/reward --name=judge
   python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
   python -m capibara.serve --model=Qwen3-0.6B --index=data/docs
-  python -m capibara.serve --model=Qwen3-0.6B --gin.ServerConfig.thinking=@SelfConsistency()
+  python -m capibara.serve --model=Qwen3-0.6B --gin.ServerConfig.thinking='@SelfConsistency()'
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
 
 Requests name the model or an adapter; adapters stay unmerged and share batches. A prompt and its text may have the model's

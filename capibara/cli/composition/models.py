@@ -11,6 +11,7 @@ from capibara.checkpoints.policy import Checkpointing
 from capibara.cli.arguments.flags import Arguments
 from capibara.config import written
 from capibara.core.types import Params, PyTree, UserError
+from capibara.data.chat.formats import Conversation
 from capibara.data.chat.template import ChatTemplate
 from capibara.data.dataset import Dataset
 from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, TokenizerJsonVocabulary
@@ -184,7 +185,7 @@ def thinker(strategy: Strategy | None) -> Thinker | None:
 
 
 def scorer_of(loaded: LoadedModel, name: str, template: ChatTemplate | None) -> RewardModel:
-    """The scores of a loaded reward model.
+    """The scores of a loaded reward model, whose chat template was tried.
 
     Args:
       loaded: the model.
@@ -192,11 +193,13 @@ def scorer_of(loaded: LoadedModel, name: str, template: ChatTemplate | None) -> 
       template: its chat template, if its training has none; None: that beside the tokenizer.
 
     Raises:
-      UserError: it is no reward model, or has no chat template.
+      UserError: it is no reward model, or has no chat template that can be used.
     """
     check_head(name, loaded.model)
     talk = chat.of_run(loaded.dataset, "a reward model", template=template)
-    return RewardModel(name, loaded.model, loaded.params, loaded.dataset, talk.template)
+    scorer = RewardModel(name, loaded.model, loaded.params, loaded.dataset, talk.template)
+    scorer.rated(Conversation([{"role": "user", "content": "Hi"}]), "Hello")
+    return scorer
 
 
 def reward_model(strategy: Strategy | None, name: str | None = None) -> RewardModel | None:
@@ -218,8 +221,7 @@ def reward_model(strategy: Strategy | None, name: str | None = None) -> RewardMo
     with PARSING, config.isolated():
         loaded = load(path)
         check_head(path, loaded.model)  # before the template, which other models may lack
-        template = chat_of(loaded.dataset).template
-    return RewardModel(name or path, loaded.model, loaded.params, loaded.dataset, template)
+        return scorer_of(loaded, name or path, chat_template(loaded.dataset))
 
 
 def open_subject(

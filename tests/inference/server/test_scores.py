@@ -14,6 +14,7 @@ import capibara as cb
 from capibara import config
 from capibara.cli import serve
 from capibara.cli.composition import models
+from capibara.core.types import UserError
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.steps import StepsJsonlSource
 from capibara.inference.interactive import chat
@@ -221,6 +222,16 @@ def test_the_verb_serves_a_reward_model(reward, model, monkeypatch, capfd):
         config.reset()
         assert exits.run_verb(serve.main, [*flags, flag]) == 2
         assert f"{flag.split('=')[0].removeprefix('--gin.')} is bound but nothing uses it" in capfd.readouterr().err
+
+
+def test_a_template_that_cannot_be_used_is_refused_at_the_start(model, reward):
+    """Its answers do not begin where its prompts end."""
+    template = cb.ChatTemplate(
+        tokenizer=reward,
+        template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}",
+    )
+    with pytest.raises(UserError, match="the assistant's text of message 1 cannot be located"):
+        models.scorer_of(model.loaded, "judge", template)
 
 
 def test_python_serves_a_reward_model(model, monkeypatch):
