@@ -51,8 +51,8 @@ class ScoreRequest(Parameters):
         other = _NAMES[name]
         values = {key: value for key in (name, other) if (value := getattr(self, key)) is not None}
         if len(values) != 1:
-            what = "are both set: leave one out" if values else "are missing: set one, or messages"
-            raise Refusal(400, f"{name} and {other} {what}", param=name, code="invalid_value")
+            problem = "are both set: leave one out" if values else "are missing: set one, or messages"
+            raise Refusal(400, f"{name} and {other} {problem}", param=name, code="invalid_value")
         ((key, value),) = values.items()
         if self.messages is not None:
             message = f"{key} and messages are both set: leave one out"

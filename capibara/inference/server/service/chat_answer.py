@@ -40,13 +40,13 @@ class ChatAnswer:
         self._tools = [*tools, *([] if ask.tool is None else [ask.tool.schema])]
         self._reader = dialect.reader(self._tools, ask.thinks)
         self._hides = False  # the call that is read
-        self._apart: set[type[Event]] = set()
+        self._gap_before: set[type[Event]] = set()
 
     def add(self, piece: Piece) -> Json:
         """Adds a piece; returns the delta."""
         if isinstance(piece, NextTurn):
             delta = self.close()
-            self._reader, self._apart = self._dialect.reader(self._tools, piece.thinks), {Content, Reasoning}
+            self._reader, self._gap_before = self._dialect.reader(self._tools, piece.thinks), {Content, Reasoning}
             return delta
         thinks = self._reader.thinks
         events = self._reader.add(piece.text)
@@ -70,8 +70,8 @@ class ChatAnswer:
 
     def _after_gap(self, event: Event) -> Event:
         kind = type(event)
-        if kind in self._apart and isinstance(event, Content | Reasoning) and event.text:
-            self._apart.discard(kind)
+        if kind in self._gap_before and isinstance(event, Content | Reasoning) and event.text:
+            self._gap_before.discard(kind)
             if self.message.has(kind):
                 return event._replace(text=_GAP + event.text)
         return event
