@@ -198,7 +198,8 @@ def scorer_of(loaded: LoadedModel, name: str, template: ChatTemplate | None) -> 
     check_head(name, loaded.model)
     talk = chat.of_run(loaded.dataset, "a reward model", template=template)
     scorer = RewardModel(name, loaded.model, loaded.params, loaded.dataset, talk.template)
-    scorer.rated(Conversation([{"role": "user", "content": "Hi"}]), "Hello")
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    scorer.rendered(Conversation(turns), "an answer")
     return scorer
 
 
