@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from capibara.inference.engine.requests.request import Request
-from capibara.inference.engine.runner import decode, prefill
+from capibara.inference.engine.runner import decode, prompt_batches
 from capibara.inference.sampling.text import TextStream
 from tests.inference.server.test_server import GREEDY, Running
 
@@ -39,7 +39,7 @@ def is_bad(request):
 
 
 FAULTS = {
-    "prefill": (prefill, "batch_of", lambda requests, *_: any(map(is_bad, requests))),
+    "prefill": (prompt_batches, "batch_of", lambda requests, *_: any(map(is_bad, requests))),
     "sampling": (decode, "settings_of", lambda samplings: STOP in samplings[0].stop),
     "decoding": (Request, "receive", lambda request, *_: is_bad(request) and request.received == 2),
     "detokenizing": (TextStream, "feed", lambda stream, *_: STOP in stream._stop),
@@ -48,7 +48,7 @@ FAULTS = {
 # Programs over the rows of several requests: the state that they were given is gone when they fail.
 PROGRAMS = {
     "the decode program": ("step", lambda *args: MARK in args[2].top_k),
-    "a later decode program": ("step", lambda *args: ((args[2].top_k == MARK) & (args[3] > 4)).any()),
+    "a later decode program": ("step", lambda *args: ((args[2].top_k == MARK) & (args[3].index > 4)).any()),
     "the prefill program": ("prefill", lambda _, batch: len(PLANTED) in batch["counts"]),
     "admission to a slot": ("admit", lambda *args: MARK in args[4].top_k),
 }
