@@ -79,7 +79,8 @@ class SplitExperts(ExpertOperation):
             else:
                 value = np.repeat(value, self.parts, 0)
             result[name] = value * {"down": scale, "down_bias": scale / self.parts}.get(name, 1.0)
-        if "correction" in result and place.moe.score == "softmax":  # it is added to probabilities, which are divided
+        # It is added to probabilities, which are divided; logits are as they were.
+        if place.moe.correction == "expert" and place.moe.score == "softmax":
             result["correction"] = result["correction"] / self.parts
         return result, [[expert] for expert in range(place.moe.num_experts) for _ in range(self.parts)]
 

@@ -89,7 +89,7 @@ class MoeMLP(nnx.Module):
             self.shared_down = layers.projection(rngs, projections.SHARED_DOWN, (shared, D), branches)
         if moe.shared_gate is SharedGate.SIGMOID:
             self.shared_switch = layers.param(rngs, (D, 1), ("router", "router"), layers.fan_in(0))
-        if moe.correction is Correction.EXPERT:
+        if moe.correction is not Correction.NONE:
             self.correction = layers.param(rngs, (E,), ("router",), layers.zeros)
         if moe.output_norm is OutputNorm.LAYER:
             self.output_norm = config.make_norm(rngs)
@@ -136,7 +136,7 @@ class MoeMLP(nnx.Module):
         logits = constrain(logits, ("batch", "act_time", None))
         real_BT = segment_ids_BT > 0
         hint = router.hint_of(moe, domains_BT, step)
-        correction = self.correction[...] if moe.correction is Correction.EXPERT else None
+        correction = None if moe.correction is Correction.NONE else self.correction[...]
         choice, stats = router.choose(logits, real_BT, moe, hint, correction, remix)
         if moe.hints is not None and domains_BT is not None:
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)

@@ -59,13 +59,14 @@ class Gates(enum.StrEnum):
 
 
 class Correction(enum.StrEnum):
-    """Whether a bias of each expert's score decides the choice, and not the weights (Wang et al. 2024, arXiv:2408.15664).
+    """Whether a bias of each expert decides the choice, and not the weights (Wang et al. 2024, arXiv:2408.15664).
 
-    Training leaves it as it is: it has no gradient (DeepSeek-V3, GLM 4.5).
+    expert: of its score (DeepSeek-V3, GLM 4.5). logit: of its logit (Kolibri). It has no gradient.
     """
 
     NONE = "none"
     EXPERT = "expert"
+    LOGIT = "logit"
 
 
 class GroupScore(enum.StrEnum):
@@ -304,6 +305,8 @@ class Moe:
             raise UserError(
                 "Moe.correction and groups decide which experts a token chooses, routing is 'expert_choice': leave them out"
             )
+        if self.correction is Correction.LOGIT and (self.groups > 1 or self.hints is not None):
+            raise UserError("Moe.correction is 'logit', must be 'expert' or 'none' with groups above 1 and with hints")
         if not 0 <= self.closeness < math.inf:
             raise UserError(f"Moe.closeness is {self.closeness}, must be finite and at least 0: try 0.02")
         if self.gates is not Gates.CLOSE and self.closeness != 0.02:
@@ -423,7 +426,7 @@ def choose(
       real_BT: bool; padding is neither routed nor counted.
       moe: the configuration.
       hint: the tokens' domain hints.
-      correction_E: bias of each expert's score in the choice.
+      correction_E: bias of each expert's score, or logit, in the choice.
       remix: scores that are mixed in.
 
     Returns:
@@ -514,6 +517,10 @@ def _ranks(log_scores_BTE: jax.Array, moe: Moe, correction_E: jax.Array | None) 
     """What a token's experts are chosen by, [B, T, E]: the highest."""
     if correction_E is None and moe.groups == 1:
         return log_scores_BTE
+    if moe.correction is Correction.LOGIT and correction_E is not None:
+        # Back from scores, which may be mixed with others; a softmax's are logits up to a constant.
+        softmax = moe.score is Score.SOFTMAX
+        return log_scores_BTE - (0.0 if softmax else jnp.log(-jnp.expm1(log_scores_BTE))) + correction_E
     ranks_BTE = jnp.exp(log_scores_BTE) + (0.0 if correction_E is None else correction_E)
     ranks_BTE = jnp.where(log_scores_BTE < _NEVER / 2, -jnp.inf, ranks_BTE)
     if moe.groups == 1:

@@ -25,6 +25,8 @@ MIXTURES = {
     "biases, sigmoid scores": Moe(num_experts=4, top_k=2, score="sigmoid", gates="scores", bias="all"),
     "normalised sigmoid, correction": Moe(num_experts=4, top_k=2, score="sigmoid", correction="expert", scale=2.5),
     "softmax with correction": Moe(num_experts=4, top_k=2, correction="expert"),
+    "softmax with correction of logits": Moe(num_experts=4, top_k=2, correction="logit"),
+    "sigmoid with correction of logits": Moe(num_experts=4, top_k=2, score="sigmoid", correction="logit"),
     "groups by their best": Moe(num_experts=8, top_k=2, groups=4, top_groups=2, group_score="best"),
     "all groups": Moe(num_experts=8, top_k=2, groups=2, top_groups=2, score="sigmoid"),
     "weighted inputs": Moe(num_experts=4, top_k=1, score="sigmoid", gates="scores", weighted="inputs"),
