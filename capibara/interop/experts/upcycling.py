@@ -78,7 +78,7 @@ class UpcycleExperts(ExpertOperation):
             raise UserError(
                 f"granularity ({self.granularity}) must divide the {config.mlp_dim} hidden units of an MLP: try {divisor}"
             )
-        if config.bias.of_mlp and config.activation.gated:
+        if config.bias.of_down and config.activation.gated:
             raise UserError(
                 "upcycle is not for gated MLPs with biases, whose gates have none as experts: try another model"
             )

@@ -125,7 +125,7 @@ class Bias(enum.StrEnum):
 
     none: no projection. qkv: queries, keys and values (Qwen 2). out: attention's output projection. attention: all of
     attention (Llama's attention_bias). mlp: all of the MLP (Llama's mlp_bias). qkv_mlp, out_mlp (GPT-Neo): two of them.
-    all: attention and the MLP (GPT-2).
+    attention_down: attention and the MLP's last projection (GTE). all: attention and the MLP (GPT-2).
     """
 
     NONE = "none"
@@ -135,22 +135,28 @@ class Bias(enum.StrEnum):
     MLP = "mlp"
     QKV_MLP = "qkv_mlp"
     OUT_MLP = "out_mlp"
+    ATTENTION_DOWN = "attention_down"
     ALL = "all"
 
     @property
     def of_heads(self) -> bool:
         """Whether queries, keys and values have a bias."""
-        return self in (Bias.QKV, Bias.ATTENTION, Bias.QKV_MLP, Bias.ALL)
+        return self in (Bias.QKV, Bias.ATTENTION, Bias.QKV_MLP, Bias.ATTENTION_DOWN, Bias.ALL)
 
     @property
     def of_out(self) -> bool:
         """Whether attention's output projection has a bias."""
-        return self in (Bias.OUT, Bias.ATTENTION, Bias.OUT_MLP, Bias.ALL)
+        return self in (Bias.OUT, Bias.ATTENTION, Bias.OUT_MLP, Bias.ATTENTION_DOWN, Bias.ALL)
 
     @property
     def of_mlp(self) -> bool:
-        """Whether the MLP's projections have a bias."""
+        """Whether all of the MLP's projections have a bias."""
         return self in (Bias.MLP, Bias.QKV_MLP, Bias.OUT_MLP, Bias.ALL)
+
+    @property
+    def of_down(self) -> bool:
+        """Whether the MLP's last projection has a bias."""
+        return self.of_mlp or self is Bias.ATTENTION_DOWN
 
 
 class QKNorm(enum.StrEnum):

@@ -493,6 +493,8 @@ def _check_variants(config: TransformerConfig) -> None:
         _check_latent(config, config.latent)
     if config.inner_norm is not InnerNorm.NONE and config.moe is not None:
         raise UserError(f"{class_name}.inner_norm is for MLPs, not for experts: leave it out, or moe")
+    if config.moe is not None and config.bias is Bias.ATTENTION_DOWN:
+        raise UserError(f"{class_name}.bias ('attention_down') is for MLPs, not for experts: write 'attention'")
     if config.moe is not None and config.moe.weighted is Weighted.INPUTS and config.bias.of_mlp:
         raise UserError(
             f"Moe.weighted is 'inputs', must be with experts without biases, {class_name}.bias is {str(config.bias)!r}: write 'none'"

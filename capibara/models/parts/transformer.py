@@ -136,6 +136,7 @@ class MLP(nnx.Module):
             self.up_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
             if config.activation.gated:
                 self.gate_bias = layers.param(rngs, (F,), ("mlp",), layers.zeros)
+        if config.bias.of_down:
             self.down_bias = layers.param(rngs, (D,), ("norm",), layers.zeros)
         if config.inner_norm is not InnerNorm.NONE:
             norm = functools.partial(layers.Norm, kind=config.norm, eps=config.norm_eps, scale=config.norm_scale)
@@ -172,7 +173,7 @@ class MLP(nnx.Module):
         h = self.down_norm(h) if self.config.inner_norm is not InnerNorm.NONE else h
         h = dropout.apply(drop, h, Site.MLP_INNER)
         y = layers.dense(h, down, quantization=quantization, adapter=down_lora)
-        y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_mlp else y
+        y = y + self.down_bias[...].astype(dtype) if self.config.bias.of_down else y
         return layers.named(y, projections.DOWN)
 
 
