@@ -20,6 +20,7 @@ from capibara.interop.hf.layout.rows import (
     QKV_BIAS,
     QWEN2,
     QWEN_EXPERTS,
+    SINKS,
     A,
     L,
     M,
@@ -97,7 +98,7 @@ FUSED = ".experts.gate_up_proj"
 # Gate and up of gpt-oss are interleaved by output; its matrices have their inputs first.
 GPT_OSS = (
     without(LLAMA_BIASED, ".mlp.")
-    + rows([(L + "self_attn.sinks", "n", A + "sinks")])
+    + SINKS
     + rows(
         [
             (L + "mlp.router.weight", "e d", M + "router"),

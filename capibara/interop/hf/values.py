@@ -47,7 +47,7 @@ _SIZES = {
     **dict.fromkeys(("type_vocab_size", "task_type_vocab_size", "relative_attention_num_buckets"), 2**16),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 2**24),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 2**20),
-    **dict.fromkeys(("num_kv_shared_layers", "global_attn_every_n_layers"), LAYERS),
+    **dict.fromkeys(("num_kv_shared_layers", "global_attn_every_n_layers", "decoder_sparse_step"), LAYERS),
     **dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), LAYERS),
     "altup_num_inputs": 2**10,
     **dict.fromkeys(("max_relative_positions", "position_buckets"), 2**20),
@@ -90,7 +90,7 @@ _INNER = (
     "ffn_config",
 )
 _LISTS = ("architectures", "layer_types", "mlp_layer_types")
-_NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta", "moe_layers")
+_NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta", "moe_layers", "mlp_only_layers")
 _OF_EACH_LAYER = {  # keys that may be lists, in files of these families
     "gemma3n_text": ("intermediate_size", "activation_sparsity_pattern"),
     "hunyuan_v1_moe": ("moe_intermediate_size", "moe_topk", "num_experts_per_tok"),

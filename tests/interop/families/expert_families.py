@@ -184,4 +184,18 @@ CASES: dict[str, dict[str, Any]] = {
     | DEEPSEEK
     | LATENT
     | {"rope_parameters": YARN},
+    "kolibri1": dict(RMS, model_type="kolibri1", num_hidden_layers=4, head_dim=12, sliding_window=5, num_experts=6)
+    | {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    | {"layer_types": [WINDOW, WINDOW, WINDOW, WHOLE], "rope_parameters": rope(theta=500.0)},
+    "kolibri1_whole": dict(RMS, model_type="kolibri1", head_dim=8, num_experts=4, num_experts_per_tok=2)
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "norm_topk_prob": True}
+    | {"layer_types": [WHOLE, WHOLE], "tie_word_embeddings": True},
+    "flint": dict(RMS, model_type="flint", num_hidden_layers=6, head_dim=12, sliding_window=5, num_experts=6)
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+    | {"attention_bias": True, "rope_parameters": rope(theta=500.0)},
+    "flint_sparse_steps": dict(
+        RMS, model_type="flint", num_hidden_layers=4, head_dim=8, sliding_window=5, num_experts=4
+    )
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+    | {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "rope_parameters": rope(theta=500.0)},
 }

@@ -200,6 +200,7 @@ QK_NORM = rows(
         (L + "self_attn.k_norm.weight", "h", A + "key_norm/scale"),
     ]
 )
+SINKS = rows([(L + "self_attn.sinks", "n", A + "sinks")])
 QKV = f"{A}query {A}key {A}value"
 QKV_BIAS = f"{A}query_bias {A}key_bias {A}value_bias"
 

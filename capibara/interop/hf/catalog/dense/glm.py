@@ -6,7 +6,7 @@ from capibara.interop.hf.layout.family import KEYS, SILU, Family
 from capibara.interop.hf.layout.rows import LLAMA_LIKE, QWEN2, L, M, Names, rows, without
 
 _GLM = without(QWEN2, "gate_proj", "up_proj") + rows([(L + "mlp.gate_up_proj.weight", "f d", f"{M}gate {M}up", "f")])
-_OUTPUT_NORMS = rows(
+OUTPUT_NORMS = rows(
     [
         (L + "post_self_attn_layernorm.weight", "d", "layers/attention_post_norm/scale"),
         (L + "post_mlp_layernorm.weight", "d", "layers/mlp_post_norm/scale"),
@@ -40,6 +40,6 @@ FAMILIES = (
             fraction=0.5,
             partial=True,
         ),
-        Names(_GLM + _OUTPUT_NORMS, *LLAMA_LIKE),
+        Names(_GLM + OUTPUT_NORMS, *LLAMA_LIKE),
     ),
 )

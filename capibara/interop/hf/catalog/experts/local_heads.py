@@ -20,6 +20,7 @@ from capibara.interop.hf.layout.rows import (
     LLAMA,
     LLAMA_LIKE,
     QK_NORM,
+    SINKS,
     A,
     L,
     Names,
@@ -84,9 +85,7 @@ def _write_mimo(config: TransformerConfig) -> dict[str, Any]:
 _MIMO = (
     with_attention_of(
         "local",
-        without(LLAMA, ".mlp.")
-        + without(ATTENTION_BIASES, "o_proj")
-        + renamed(rows([(L + "self_attn.sinks", "n", A + "sinks")]), _SINKS),
+        without(LLAMA, ".mlp.") + without(ATTENTION_BIASES, "o_proj") + renamed(SINKS, _SINKS),
     )
     + DEEPSEEK_EXPERTS
 )
