@@ -75,6 +75,7 @@ BIASED: dict[str, frozenset[str]] = {
     "mlp": frozenset({"mlp"}),
     "qkv_mlp": frozenset({"qkv", "mlp"}),
     "out_mlp": frozenset({"out", "mlp"}),
+    "attention_down": frozenset({"qkv", "out", "mlp_last"}),
     "all": frozenset({"qkv", "out", "mlp"}),
 }
 

@@ -57,6 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "nomic_bert": dict(BERT, model_type="nomic_bert", hidden_act="silu", head_dim=12, type_vocab_size=2, pad_token_id=0)
     | {"rope_parameters": YARN},
+    "gte": dict(BERT, model_type="gte", hidden_act="gelu_new", type_vocab_size=3, head_dim=12, rope_parameters=YARN),
+    "gte_untyped": dict(
+        BERT, model_type="gte", type_vocab_size=0, tie_word_embeddings=False, rope_parameters=rope(theta=500.0)
+    ),
+    "jina_embeddings_v3": dict(BERT, model_type="jina_embeddings_v3", hidden_act="relu", rope_parameters=YARN),
     # Narrow: with wide heads transformers' own float32 is too far from float64.
     "roberta-prelayernorm": dict(BERT, model_type="roberta-prelayernorm", hidden_act="relu", pad_token_id=3)
     | {"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 8},

@@ -77,6 +77,16 @@ def test_a_file_of_the_model_without_its_head_is_read(tmp_path):
     np.testing.assert_array_equal(loaded(tmp_path)["embedding"], tensors["model.shared.weight"])
 
 
+def test_first_files_of_gte_have_the_name_of_another_class(tmp_path):
+    def first(tensors):
+        return {key.replace("gte.", "new.", 1): x for key, x in tensors.items()} | {
+            "classifier.weight": np.ones((2, 32))
+        }
+
+    tensors = write(tmp_path, "gte", first)
+    np.testing.assert_array_equal(loaded(tmp_path)["embedding"], tensors["gte.embeddings.word_embeddings.weight"])
+
+
 V3 = {"cls.predictions.bias": "lm_predictions.lm_head.bias"}
 
 

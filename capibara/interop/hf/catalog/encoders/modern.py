@@ -11,7 +11,7 @@ from capibara.interop.hf.layout.rows import BARE, BUFFERS, QKV, QKV_BIAS, A, M, 
 from capibara.models.api import DecoderConfig, EncoderConfig, TransformerConfig
 
 WINDOW = 128  # of the class, which needs one even if no layer has it
-_ROTARY = {"positions": "rope", "max_length": None}
+ROTARY = {"positions": "rope", "max_length": None}
 # The keys of what may have a bias, and our fields with their values without and with one.
 BIASED = {
     "norm_bias": ("norm", "layer_unbiased", "layer"),
@@ -129,7 +129,7 @@ FAMILIES = (
             model_type="modernbert",
             kind=Kind.ENCODER,
             architectures=("ModernBertForMaskedLM",),
-            fixed=_ROTARY | {"norm_placement": "pre", "first_norm": "none", "bias": "none", "token_types": 0},
+            fixed=ROTARY | {"norm_placement": "pre", "first_norm": "none", "bias": "none", "token_types": 0},
             **MODERN,
             read=_read,
             write=_write,
@@ -144,7 +144,7 @@ FAMILIES = (
             keys={ours: theirs for ours, theirs in KEYS.items() if ours != "num_kv_heads"}
             | LAYER_NORM
             | {"token_types": "type_vocab_size"},
-            fixed=_ROTARY | {"bias": "none"},
+            fixed=ROTARY | {"bias": "none"},
             defaults={"hidden_act": "silu", "layer_norm_eps": 1e-12, "type_vocab_size": 2, "rope_theta": 1000.0},
             transform="hidden_act",
             tied=True,

@@ -12,8 +12,8 @@ from capibara.interop.hf.layout.rows import Names, Rows, norm, renamed, rows, wi
 from capibara.interop.hf.tables import BERT
 from capibara.models.api import TransformerConfig
 
-_HEAD_BIAS = {"lm_head.decoder.bias": "lm_head.bias"}
-_HEAD = rows(
+HEAD_BIAS = {"lm_head.decoder.bias": "lm_head.bias"}
+HEAD = rows(
     [
         ("lm_head.dense.weight", "o d", "transform"),
         ("lm_head.dense.bias", "d", "transform_bias"),
@@ -60,8 +60,8 @@ def _family(model_type: str, architecture: str, **fixed: str) -> Family:
 
 
 def _names(table: Rows, stem: str) -> Names:
-    table = renamed(without(table, "cls."), ("bert.", f"{stem}.")) + _HEAD
-    return Names(table, renames(stem), ignored(*_HEAD_BIAS), rf"^{stem}\.pooler\.", aliases=_HEAD_BIAS)
+    table = renamed(without(table, "cls."), ("bert.", f"{stem}.")) + HEAD
+    return Names(table, renames(stem), ignored(*HEAD_BIAS), rf"^{stem}\.pooler\.", aliases=HEAD_BIAS)
 
 
 _BLOCK = "bert.encoder.layer.{l}."
