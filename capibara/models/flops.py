@@ -20,9 +20,7 @@ class _Encodes(Protocol):
     """A configuration of an encoder-decoder."""
 
     @property
-    def encoder_layers(self) -> int: ...
-    @property
-    def encoder_window(self) -> int | None: ...
+    def encoder_windows(self) -> tuple[int | None, ...]: ...
 
 
 def flops_per_token(
@@ -104,8 +102,8 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
             return sum(map(both, config.windows)) * config.depth / config.num_layers, 0
         case "encoder_decoder":
             encodes = cast(_Encodes, config)
-            encoder_keys = both(encodes.encoder_window, encoder_length) if encoder_length else 0
-            return config.num_layers * (causal(None) + encoder_length), encodes.encoder_layers * encoder_keys
+            encoder_keys = sum(both(window, encoder_length) for window in encodes.encoder_windows if encoder_length)
+            return sum(map(causal, config.windows)) + config.num_layers * encoder_length, encoder_keys
     usual = config.num_heads * (config.head_size + config.value_size)
     of_layers = zip(config.windows, config.attended_sizes, strict=True)
     ahead = sum(map(causal, config.mtp_windows))

@@ -1,6 +1,7 @@
-"""The encoder-decoder of T5 and T5 1.1 (Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202), and of BART.
+"""The encoder-decoder of T5 and T5 1.1 (Raffel et al. 2020, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202), and others.
 
-BART (Lewis et al. 2019, arXiv:1910.13461) has learned positions, and its norms after its residuals.
+BART (Lewis et al. 2019, arXiv:1910.13461) has learned positions, and its norms after its residuals. T5Gemma (Zhang et al.
+2025, arXiv:2504.06225) has Gemma 2's layers, with rotary positions.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from capibara.config import configurable
 from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
+from capibara.kernels.rotary import Pairs
 from capibara.models.architectures.registry import model_of
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.layers import Activation
 from capibara.models.layers.relative import RelativeBias
+from capibara.models.layers.rope import Angles, Rope
 from capibara.models.parts import transformer
 from capibara.models.parts.attention import CrossAttention
 from capibara.models.parts.config import (
@@ -37,11 +40,10 @@ from capibara.models.parts.config import (
     TransformerConfig,
     refuse,
 )
-from capibara.models.parts.kinds import LayerKind
+from capibara.models.parts.kinds import LayerKind, Patterned
 from capibara.models.parts.transformer import Block, Rows, Shared
 from capibara.sharding import RematPolicy, constrain
 
-_PATTERN = (LayerKind.GLOBAL,)
 _OWN = ("embedding_norm", "head_bias")  # which decoders and encoder-decoders compute
 _BUCKETS = (32, 128)
 
@@ -53,6 +55,13 @@ class RelativeTables(enum.StrEnum):
     EACH_LAYER = "each_layer"
 
 
+class EncoderEmbedding(enum.StrEnum):
+    """Whether the encoder reads the decoder's token embedding, or has its own (T5Gemma)."""
+
+    SHARED = "shared"
+    OWN = "own"
+
+
 class HeadScale(enum.StrEnum):
     """Factor of the final hidden states before a tied head: embed_dim**-0.5 (T5), or none."""
 
@@ -62,7 +71,7 @@ class HeadScale(enum.StrEnum):
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderDecoderConfig(TransformerConfig):
+class EncoderDecoderConfig(Patterned, TransformerConfig):
     """Sizes and variants of an encoder-decoder; see also TransformerConfig. Defaults are T5 1.1's.
 
     T5 itself uses activation "relu" and head "tied".
@@ -71,15 +80,18 @@ class EncoderDecoderConfig(TransformerConfig):
       head_scale: factor of the final hidden states before a tied head.
       num_layers: layers of the decoder.
       num_encoder_layers: layers of the encoder; None: as many as the decoder's.
-      positions: relative, or those that each stack adds to its embeddings: a learned table, or one of sines that is not
-        trained (Pegasus).
+      positions, rope: relative, those that each stack adds to its embeddings (a learned table, or one of sines that is not
+        trained, Pegasus), or rotary in self-attention, as configured by `rope`.
       max_length: longest row of either side; positions that are added need one.
       position_offset: for positions that are added: that of a document's first token (BART: 2).
       relative_buckets: number of buckets of relative positions; the encoder uses half of them for keys after the query.
       relative_distance: distances from this one on share a bucket.
       relative_tables: whether the layers of a stack share a table.
       encoder_window: number of positions visible to a query of the encoder in each direction, its own included (LongT5's
-        local attention); None: all.
+        local attention), in local layers where layer_pattern has some; None: all.
+      window: number of positions visible to a query of the decoder's local layers, its own included.
+      layer_pattern: kinds of the first layers of both stacks, global or local, repeated over all layers.
+      encoder_embedding: whether the encoder has a token embedding of its own.
       final_norm: whether the last layers' outputs are normalised (not in BART).
     """
 
@@ -89,16 +101,40 @@ class EncoderDecoderConfig(TransformerConfig):
     attention_scale: float | None = 1.0
     num_encoder_layers: int | None = None
     positions: Positions = Positions.RELATIVE
+    rope: Rope = Rope()
     position_offset: int = 0
     relative_buckets: int = 32
     relative_distance: int = 128
     relative_tables: RelativeTables = RelativeTables.SHARED
     encoder_window: int | None = None
+    window: int | None = None
+    layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
+    encoder_embedding: EncoderEmbedding = EncoderEmbedding.SHARED
     final_norm: FinalNorm = FinalNorm.LAYER
 
     @property
     def data_kind(self) -> str:
         return "encoder_decoder"
+
+    @property
+    def rotary_pairs(self) -> Pairs:
+        return self.rope.pairs
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.window if kind is LayerKind.LOCAL else None for kind in self.kinds)
+
+    @property
+    def encoder_windows(self) -> tuple[int | None, ...]:
+        """As `windows`, of the encoder's layers: in each direction."""
+        return tuple(self.spans(causal=False)[kind] for kind in self._encoder_kinds)
+
+    def spans(self, *, causal: bool) -> dict[LayerKind, int | None]:
+        """The windows of a stack's kinds of layers."""
+        if causal:
+            return {LayerKind.GLOBAL: None, LayerKind.LOCAL: self.window}
+        in_all = self.encoder_window if LayerKind.LOCAL not in self.layer_pattern else None
+        return {LayerKind.GLOBAL: in_all, LayerKind.LOCAL: self.encoder_window}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,6 +147,7 @@ class EncoderDecoderConfig(TransformerConfig):
             raise UserError(
                 f"EncoderDecoderConfig.encoder_window is {self.encoder_window}, must be at least 1, or None: no window"
             )
+        _check_pattern(self)
         self._check_positions()
         refuse(self, *(name for name in OF_DECODERS if name not in _OWN), "residual")
         if self.embedding_scale is EmbeddingScale.SQRT_DIM and self.positions.added:
@@ -120,10 +157,11 @@ class EncoderDecoderConfig(TransformerConfig):
 
     def _check_positions(self) -> None:
         positions = str(self.positions)
-        if self.positions not in (Positions.RELATIVE, Positions.LEARNED, Positions.SINUSOIDAL):
+        if self.positions not in (Positions.RELATIVE, Positions.ROPE, Positions.LEARNED, Positions.SINUSOIDAL):
             raise UserError(
-                f"EncoderDecoderConfig.positions is {positions!r}, must be 'relative', 'learned' or 'sinusoidal'"
+                f"EncoderDecoderConfig.positions is {positions!r}, must be 'relative', 'rope', 'learned' or 'sinusoidal'"
             )
+        _check_rope(self)
         if self.positions.added and self.max_length is None:
             raise UserError(
                 f"EncoderDecoderConfig.max_length has no value, {positions} positions need one: set the longest row length"
@@ -163,6 +201,48 @@ class EncoderDecoderConfig(TransformerConfig):
     def encoder_layers(self) -> int:
         return self.num_layers if self.num_encoder_layers is None else self.num_encoder_layers
 
+    @property
+    def _encoder_kinds(self) -> tuple[LayerKind, ...]:
+        return tuple(self.layer_pattern[layer % len(self.layer_pattern)] for layer in range(self.encoder_layers))
+
+
+def _check_pattern(config: EncoderDecoderConfig) -> None:
+    kinds = {str(kind) for kind in config.layer_pattern}
+    if not kinds or not kinds <= {"global", "local"}:
+        raise UserError(
+            f"EncoderDecoderConfig.layer_pattern is {[*map(str, config.layer_pattern)]}, must be of 'global' and 'local'"
+        )
+    has_local, window = "local" in kinds, config.window
+    if (window is not None) != has_local or (window is not None and not 1 <= window < 2**31):
+        raise UserError(
+            f"EncoderDecoderConfig.window is {window}, must be at least 1 where layer_pattern has local layers, and None "
+            "elsewhere"
+        )
+    if has_local and config.encoder_window is None:
+        raise UserError(
+            "EncoderDecoderConfig.encoder_window has no value, local layers in layer_pattern need one: try 4096"
+        )
+
+
+def _check_rope(config: EncoderDecoderConfig) -> None:
+    if config.positions is not Positions.ROPE:
+        if config.rope != Rope():
+            raise UserError(
+                f"EncoderDecoderConfig.rope is set, but positions ({str(config.positions)!r}) are not rotary: leave it out"
+            )
+        return
+    if config.rotary_size % 2 or not config.rope.rotated_dims(config.rotary_size):
+        raise UserError(
+            f"EncoderDecoderConfig.head_dim ({config.head_size}) must be even, and at least 2 of its dimensions rotated "
+            f"(Rope.fraction is {config.rope.fraction}): try 64"
+        )
+    if config.rope.scaling.by_length:
+        raise UserError(
+            f"Rope.scaling ({str(config.rope.scaling)!r}) depends on the length of rows, which differs between encoder and "
+            "decoder: try 'linear' or 'yarn'"
+        )
+    config.rope.check(config.rotary_size)
+
 
 class CrossBlock(Block):
     """A decoder layer: self-attention, cross-attention to the encoder's output, then an MLP or a mixture of experts."""
@@ -186,6 +266,7 @@ class CrossBlock(Block):
                 x,
                 kind=kind,
                 segment_ids_BT=rows.segment_ids,
+                angles=_angles(rows, layer_kind),
                 row_positions_T=shared.row_positions,
                 bias_NTS=shared.bias,
                 drop=shared.drop,
@@ -195,7 +276,7 @@ class CrossBlock(Block):
         def cross_attention(x: jax.Array) -> jax.Array:
             y = self.cross_attention(
                 x,
-                kind=dataclasses.replace(kind, causal=False),
+                kind=dataclasses.replace(kind, causal=False, window=None),
                 segment_ids_BT=rows.segment_ids,
                 encoded_BSD=rows.encoded,
                 encoded_segments_BS=rows.encoded_segments,
@@ -227,17 +308,25 @@ class CrossBlock(Block):
                 written[name] = x.astype(layer[name].dtype)
 
         def attention(x: jax.Array) -> jax.Array:
-            y, new = self.attention.cached(x, layer, now, kind=kind, bias_NTS=shared.bias, bias_at=shared.bias_at)
+            y, new = self.attention.cached(
+                x, layer, now, kind=kind, angles=_angles(rows, layer_kind), bias_NTS=shared.bias, bias_at=shared.bias_at
+            )
             written.update({name: x for name, x in new.items() if not name.startswith("cross_")})
             return y
 
         def cross_attention(x: jax.Array) -> jax.Array:
             keys, values = written["cross_key"], written["cross_value"]
-            return self.cross_attention.to_encoded(x, keys, values, segments_BS, kind)
+            across = dataclasses.replace(kind, window=None)
+            return self.cross_attention.to_encoded(x, keys, values, segments_BS, across)
 
         x_BTD = self.add(x_BTD, "attention", attention)
         x_BTD = self.add(x_BTD, "cross_attention", cross_attention)
         return self.add(x_BTD, "mlp", self.mlp_part(rows, shared, {})), written
+
+
+def _angles(rows: Rows, kind: LayerKind) -> Angles | None:
+    """What rotates queries and keys in a layer of this kind; None: nothing."""
+    return None if rows.angles is None else rows.angles[kind]
 
 
 class Stack(nnx.Module):
@@ -279,6 +368,19 @@ class Stack(nnx.Module):
             x_BTD = x_BTD + self.position_embedding[...][positions_BT + config.position_offset].astype(x_BTD.dtype)
         return self.embedding_norm(x_BTD) if config.embedding_norm is EmbeddingNorm.LAYER else x_BTD
 
+    def angles(self, positions_BT: jax.Array | None) -> dict[LayerKind, Angles] | None:
+        """What rotates queries and keys at these positions, in each kind of layer; None: nothing."""
+        config = self.config
+        if config.positions is not Positions.ROPE:
+            return None
+        assert positions_BT is not None, "batches have them"
+        return transformer.rotary(config, config.rope, positions_BT, set(config.layer_pattern))
+
+    def _kinds(self) -> dict[LayerKind, AttentionSpec]:
+        """What a query sees in each kind of layer."""
+        spans = self.config.spans(causal=self.causal)
+        return {kind: self.config.attention_kind(causal=self.causal, window=window) for kind, window in spans.items()}
+
     def normed(self, x_BTD: jax.Array) -> jax.Array:
         """The layers' output as what follows reads it."""
         x_BTD = x_BTD if self.config.final_norm is FinalNorm.NONE else self.norm(x_BTD)
@@ -301,8 +403,7 @@ class Stack(nnx.Module):
         drop: Dropout | None = None,
     ) -> tuple[jax.Array, stack.Stats]:
         """The normalised output [B, T, D], and the layers' statistics [L, ...]."""
-        window = None if self.causal else self.config.encoder_window
-        kind, length = self.config.attention_kind(causal=self.causal, window=window), x_BTD.shape[1]
+        kinds, length = self._kinds(), x_BTD.shape[1]
         common = self._distances()
         all_bias = None if common is None else common(length, row_positions)
 
@@ -312,7 +413,11 @@ class Stack(nnx.Module):
             bias = all_bias if block.relative_bias is None else block.relative_bias(length, row_positions)
             layer_drop = None if drop is None else drop.at(Site.LAYERS).at(number)
             return block(
-                x, rows, Shared(row_positions=row_positions, bias=bias, step=step, drop=layer_drop), kind, layer_kind
+                x,
+                rows,
+                Shared(row_positions=row_positions, bias=bias, step=step, drop=layer_drop),
+                kinds[layer_kind],
+                layer_kind,
             )
 
         x_BTD = dropout.apply(drop, x_BTD, Site.EMBEDDING)
@@ -322,7 +427,7 @@ class Stack(nnx.Module):
             x_BTD,
             rows,
             apply,
-            _PATTERN,
+            self.config.layer_pattern,
             loop,
             remat,
             all_trained=self.config.lora is None,
@@ -337,13 +442,13 @@ class Stack(nnx.Module):
         self, values: Sequence[Params], x_BTD: jax.Array, rows: Rows, cache: dense.Cache, now: dense.PrefillInputs
     ) -> tuple[jax.Array, list[dense.LayerCache]]:
         """The normalised output [B, T, D] for the new tokens, and the layers' updated caches."""
-        kind = self.config.attention_kind(causal=True)
-        of_layers: list[dense.LayerCache] = []
-        for block, layer in zip(stack.each(self.layers, values), cache["layers"], strict=True):
+        kinds, of_layers = self._kinds(), list[dense.LayerCache]()
+        each = zip(stack.each(self.layers, values), cache["layers"], self.config.kinds, strict=True)
+        for block, layer, layer_kind in each:
             distances, shared = self._distances(block), Shared()
             if distances is not None:
                 shared = Shared(bias=distances(x_BTD.shape[1]) if now.is_prefill else None, bias_at=distances.at)
-            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kind, LayerKind.GLOBAL)
+            x_BTD, layer = block.cached(x_BTD, layer, now, rows, shared, kinds[layer_kind], layer_kind)
             of_layers.append(layer)
         return self.normed(x_BTD), of_layers
 
@@ -356,6 +461,8 @@ class EncoderDecoder(nnx.Module):
         V, D = config.vocab_size, config.embed_dim
         self.config = config
         self.embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(1.0))
+        if config.encoder_embedding is EncoderEmbedding.OWN:
+            self.encoder_embedding = layers.param(rngs, (V, D), ("vocab", "embed"), layers.normal(1.0))
         self.encoder = Stack(config, rngs, block=Block, num_layers=config.encoder_layers, causal=False)
         self.decoder = Stack(config, rngs, block=CrossBlock, num_layers=config.num_layers, causal=True)
         if config.head is Head.SEPARATE:
@@ -365,10 +472,13 @@ class EncoderDecoder(nnx.Module):
 
     def encode(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
         """The encoder's normalised output [B, S, D] in the compute dtype, and its layers' statistics."""
-        rows, tokens = Rows(batch["encoder_segment_ids"]), batch["encoder_tokens"]
+        tokens, positions = batch["encoder_tokens"], batch.get("encoder_positions")
+        rows = Rows(batch["encoder_segment_ids"], self.encoder.angles(positions))
+        is_shared = self.config.encoder_embedding is EncoderEmbedding.SHARED
+        table_VD = self.embedding[...] if is_shared else self.encoder_embedding[...]
         drop = dropout.of_step(self.config.dropout_rate, step, tokens)
         drop = None if drop is None else drop.at(Site.ENCODER)
-        x = self.encoder.embed(self._embed(tokens), batch.get("encoder_positions"))
+        x = self.encoder.embed(self._embed(tokens, table_VD), positions)
         return self.encoder(x, rows, remat, step, drop=drop)
 
     def __call__(self, batch: Batch, remat: RematPolicy, step: jax.Array | None) -> tuple[jax.Array, stack.Stats]:
@@ -384,12 +494,13 @@ class EncoderDecoder(nnx.Module):
             encoded, of_encoder = self.encode(batch, remat, step)
         rows = Rows(
             batch["segment_ids"],
+            self.decoder.angles(batch["positions"]),
             domains=batch.get("domains"),
             encoded=encoded,
             encoded_segments=batch["encoder_segment_ids"],
         )
         drop = dropout.of_step(self.config.dropout_rate, step, batch["tokens"])
-        x = self.decoder.embed(self._embed(batch["tokens"]), batch["positions"])
+        x = self.decoder.embed(self._embed(batch["tokens"], self.embedding[...]), batch["positions"])
         x, stats = self.decoder(x, rows, remat, step, batch.get("row_positions"), drop)
         if of_encoder:
             stats = jax.tree.map(lambda *parts: jnp.concatenate(parts), of_encoder, stats)
@@ -400,22 +511,23 @@ class EncoderDecoder(nnx.Module):
     ) -> dense.Cache:
         """An empty cache for decoder rows of up to `length` tokens and encoder rows of `encoder_length`.
 
-        `spare` has no effect: no layer has a window.
+        The caches of local layers have room for `spare` tokens beside their window.
         """
         if encoder_length is None:
             raise ValueError("encoder_length is None, the cache of an encoder-decoder needs it: set it")
 
-        def layer() -> dense.LayerCache:
+        def layer(window: int | None) -> dense.LayerCache:
             # The encoder's keys and values are not quantized: there is one copy, no longer than the encoder's input.
             exact = self.config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
             across = dense.empty_layer(self.config, batch, encoder_length, exact)
-            layer_cache = dense.empty_layer(self.config, batch, length, dtype)
+            most = None if window is None else window + spare
+            layer_cache = dense.empty_layer(self.config, batch, length, dtype, most)
             return layer_cache | {f"cross_{name}": x for name, x in across.items()}
 
         return {
             "lengths": jnp.zeros(batch, jnp.int32),
             "encoder_segment_ids": jnp.zeros((batch, encoder_length), jnp.int32),
-            "layers": tuple(layer() for _ in range(self.config.num_layers)),
+            "layers": tuple(layer(window) for window in self.config.windows),
         }
 
     def read(
@@ -427,8 +539,9 @@ class EncoderDecoder(nnx.Module):
         if is_prefill:
             encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
             segments = jnp.asarray(batch["encoder_segment_ids"])
-        rows = Rows(now.real.astype(jnp.int32), encoded=encoded, encoded_segments=segments)
-        x = self.decoder.embed(self._embed(batch["tokens"]), now.positions)
+        angles = self.decoder.angles(now.positions)
+        rows = Rows(now.real.astype(jnp.int32), angles, encoded=encoded, encoded_segments=segments)
+        x = self.decoder.embed(self._embed(batch["tokens"], self.embedding[...]), now.positions)
         x, of_layers = self.decoder.read(values, x, rows, cache, now)
         cache = {"lengths": now.lengths + now.counts, "encoder_segment_ids": segments, "layers": tuple(of_layers)}
         return self._scaled(x), cache
@@ -446,7 +559,7 @@ class EncoderDecoder(nnx.Module):
         x = x * self.config.embed_dim**-0.5 if scaled else x
         return x if self.config.head_bias is HeadBias.NONE else jnp.pad(x, ((0, 0), (0, 0), (0, 1)), constant_values=1)
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def _embed(self, tokens: jax.Array, table_VD: jax.Array) -> jax.Array:
         config = self.config
-        x = transformer.residual(embedding.lookup(self.embedding[...], tokens, config.dtype.value))
+        x = transformer.residual(embedding.lookup(table_VD, tokens, config.dtype.value))
         return x if config.embedding_scale is EmbeddingScale.NONE else x * config.embed_dim**0.5

@@ -20,6 +20,7 @@ from capibara.interop.hf.layout import tensors
 from capibara.models import api
 from capibara.models.api import EncoderDecoderConfig, longest_encoded
 from capibara.models.layers.relative import RelativeBias, buckets
+from capibara.models.layers.rope import Rope
 from capibara.optim import Optimizer
 from capibara.sharding import Plan, Remat
 from capibara.training.base import state as states
@@ -52,6 +53,12 @@ ADDED = EncoderDecoderConfig(
     embedding_norm="layer", embedding_scale="tokens", attention_scale=None, head="tied", head_scale="none", head_bias="vocab",
 )  # fmt: skip
 LOCAL = dataclasses.replace(TINY, encoder_window=4)
+GEMMA = EncoderDecoderConfig(
+    vocab_size=96, embed_dim=32, num_layers=4, num_encoder_layers=3, num_heads=4, num_kv_heads=2, head_dim=12, mlp_dim=48,
+    positions="rope", rope=Rope(theta=500.0), layer_pattern=("local", "global"), window=5, encoder_window=4, norm_scale="offset",
+    norm_placement="sandwich", embedding_scale="sqrt_dim", encoder_embedding="own", head="tied", head_scale="none",
+    attention_scale=None, attention_soft_cap=3.0, logit_soft_cap=4.0, dtype="float32",
+)  # fmt: skip
 T5 = dataclasses.replace(TINY, activation="relu", head="tied")
 UNSCALED = dataclasses.replace(TINY, head="tied", head_scale="none")
 
@@ -121,7 +128,7 @@ def test_a_bias_is_looked_up_by_the_distance_of_positions():
     np.testing.assert_array_equal(bias(8), want[:, np.argsort(row_positions)][:, :, np.argsort(row_positions)])
 
 
-@pytest.mark.parametrize("of", [TINY, ADDED, LOCAL], ids=["relative", "learned", "local"])
+@pytest.mark.parametrize("of", [TINY, ADDED, LOCAL, GEMMA], ids=["relative", "learned", "local", "rotary"])
 def test_packed_pairs_do_not_see_each_other(of):
     model = api.build(of)
     params = random_params(model)
@@ -162,9 +169,9 @@ def test_sines_and_the_bias_of_the_head_are_not_trained():
     assert np.abs(np.asarray(after["embedding"] - before["embedding"])).max() > 1e-5
 
 
-def test_a_mesh_gives_the_gradients_of_one_device():
-    batch, model = batch_of([[32]] * 8, [[24], [10, 9]] * 4), api.build(ADDED)
-
+@pytest.mark.parametrize("of", [ADDED, GEMMA], ids=["learned", "rotary"])
+def test_a_mesh_gives_the_gradients_of_one_device(of):
+    batch, model = batch_of([[32]] * 8, [[24], [10, 9]] * 4), api.build(of)
     want = mesh_gradients.on_mesh(model, batch, Plan(batch_size=8), jax.devices()[:1])
     got = mesh_gradients.on_mesh(model, batch, Plan(batch_size=8, fsdp=2, tensor=2, context=2), jax.devices())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
@@ -212,6 +219,27 @@ def test_what_was_encoded_before_is_not_encoded_again():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("of", [TINY, GEMMA], ids=["relative", "rotary"])
+def test_cached_tokens_have_the_logits_of_whole_rows(of):
+    """A prefill of 9 tokens, 14 more, and the last one, in caches of local layers with room for pieces."""
+    model, batch = api.build(of), batch_of([[32], [20]], [[24], [24]])
+    params = random_params(model)
+    want = jax.jit(model.logits)(params, batch)
+    served, cache = model.serving(params), model.start_cache(2, 24, encoder_length=32, spare=14)
+    pieces, at = [], 0
+    for size in (9, 14, 1):
+        piece = {"tokens": batch["tokens"][:, at : at + size], "counts": np.full(2, size, np.int32)}
+        if not at:
+            piece |= {key: value for key, value in batch.items() if key.startswith("encoder")}
+            logits, cache = jax.jit(model.prefill)(served, piece, cache)
+            logits = logits[:, None]
+        else:
+            logits, _, cache = jax.jit(model.extend)(served, piece, cache)
+        pieces.append(logits)
+        at += size
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), want[:, 8:], rtol=0, atol=1e-4)
+
+
 @pytest.mark.heavy
 def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
     batch = batch_of([[32], [12, 9]], [[24], [7, 9]])
@@ -226,7 +254,7 @@ def test_scan_unroll_and_remat_give_the_same_loss_and_gradients():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads(loop, remat), want)
 
 
-@pytest.mark.parametrize("of", [TINY, LOCAL], ids=["whole", "local"])
+@pytest.mark.parametrize("of", [TINY, LOCAL, GEMMA], ids=["whole", "local", "rotary"])
 def test_attention_back_ends_agree(of):
     batch = batch_of([[100, 28], [90]], [[40, 24], [64]], encoder_length=128, length=64)
     want = api.build(dataclasses.replace(of, attention="xla"))
@@ -285,6 +313,10 @@ def test_flops_count_each_side_for_its_own_length():
     seen = 7 * S - 12  # by a window of 4 in both directions: 1, 2 and 3 keys less at each end
     want += 12 * H * 3 * (seen - S * S)
     assert api.build(LOCAL).flops_per_token(T, S) * T == pytest.approx(want)
+    whole = dataclasses.replace(GEMMA, layer_pattern=("global",), window=None, encoder_window=None)
+    saved = (api.build(whole).flops_per_token(T, S) - api.build(GEMMA).flops_per_token(T, S)) * T
+    later = T * T / 2 - (5 * T - 12.5)  # keys of a decoder's layer beyond a window of 5
+    assert saved == pytest.approx(12 * 48 * (2 * (S * S - seen) + 2 * later))
 
 
 def test_an_encoders_window_hides_what_is_farther():
@@ -323,7 +355,12 @@ def test_impossible_positions_are_refused(change, message):
         (dict(relative_buckets=6), r"relative_buckets \(6\) must be a multiple of 4: try 32"),
         (dict(relative_distance=4), r"relative_distance \(4\) must be above half of relative_buckets \(8\): try 32"),
         (dict(residual="parallel"), "residual .* is for decoders only"),
-        (dict(positions="rope"), "positions is 'rope', must be 'relative', 'learned' or 'sinusoidal'"),
+        (dict(positions="alibi"), "positions is 'alibi', must be 'relative', 'rope', 'learned' or 'sinusoidal'"),
+        (dict(rope=Rope(theta=500.0)), r"rope is set, but positions \('relative'\) are not rotary"),
+        (dict(layer_pattern=("unrotated",)), r"layer_pattern is \['unrotated'\], must be of 'global' and 'local'"),
+        (dict(layer_pattern=("local",)), "window is None, must be at least 1 where layer_pattern has local layers"),
+        (dict(layer_pattern=("local",), window=4), "encoder_window has no value, local layers in layer_pattern need"),
+        (dict(window=4), "window is 4, must be at least 1 where layer_pattern has local layers, and None elsewhere"),
         (dict(position_offset=2), r"position_offset \(2\) is for positions that are added"),
         (
             dict(positions="learned", max_length=8),
@@ -337,6 +374,22 @@ def test_impossible_positions_are_refused(change, message):
 def test_impossible_shapes_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(head_dim=15), r"head_dim \(15\) must be even, and at least 2 of its dimensions rotated"),
+        (
+            dict(rope=Rope(scaling="dynamic", factor=2.0, original_length=16)),
+            r"Rope.scaling \('dynamic'\) depends on the length of rows, which differs between encoder and decoder",
+        ),
+        (dict(relative_buckets=8), "relative_buckets, relative_distance and relative_tables are for relative"),
+    ],
+)
+def test_impossible_rotations_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(GEMMA, **change)
 
 
 def test_norms_behind_the_layers_are_a_choice_of_their_own():
