@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import json
 from typing import Any
 
 
@@ -11,22 +11,24 @@ def changed(base: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
 
     Args:
       base: the whole file.
-      key: "a.b": this key of the object a; "-a": without a; "a<-b": b under the name a; "": the file as it is.
+      key: "a.b": this key of the object a; "a+c.b": of both; "-a": without a; "a<-b": b under the name a; "": the file as it
+        is.
       value: of the key.
     """
-    result = copy.deepcopy(base)
+    result: dict[str, Any] = json.loads(json.dumps(base))  # no object of it is part of another
     *path, name = key.lstrip("-").split(".")
-    values = result
+    places = [result]
     for part in path:
-        values = values[part]
-    if key.startswith("-"):
-        del values[name]
-    elif "<-" in name:
-        alias, name = name.split("<-")
-        del values[name]
-        values[alias] = value
-    elif key:
-        values[name] = value
+        places = [place[inner] for place in places for inner in part.split("+")]
+    for values in places:
+        if key.startswith("-"):
+            del values[name]
+        elif "<-" in name:
+            alias, old = name.split("<-")
+            del values[old]
+            values[alias] = value
+        elif key:
+            values[name] = value
     return result
 
 

@@ -286,6 +286,8 @@ UNDECLARED = {
         "position_buckets", "share_att_key", "norm_rel_ebd", "conv_kernel_size", "attention_head_size", "embedding_size",
     ),
 }  # fmt: skip
+# Objects of a config.json that have the keys of the language model; those of both sides change together.
+INNER = (("text_config",), ("encoder", "decoder"))
 IGNORED = ("model_type", "vision_config", "audio_config")
 
 
@@ -323,11 +325,12 @@ def values_of(key: str, value: Any, layers: int) -> Iterator[Any]:
 def cases_of(base: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Each key and its new value, in the words of config_keys.changed."""
     yield "", None
-    inner = "text_config." if "text_config" in base else ""
+    objects = next((names for names in INNER if names[-1] in base), ())
+    inner = f"{'+'.join(objects)}." if objects else ""
     config = AutoConfig.for_model(**base)
-    text = config.text_config if inner else config
+    text = getattr(config, objects[-1]) if inner else config
     layers = getattr(text, "num_hidden_layers", 2)
-    values = base["text_config"] if inner else base
+    values = base[objects[-1]] if inner else base
     known = fields_of(text)
     further = (*FOREIGN, *UNDECLARED.get(base["model_type"], ()))
     for key in [*known, *(name for name in further if name not in known)]:
@@ -423,6 +426,7 @@ def read(folder: pathlib.Path, model_type: str, dtype: torch.dtype) -> np.ndarra
             inputs = {"use_cache": False, "input_ids": torch.from_numpy(make.tokens())}
             if model_type in encdec_families.TYPES:
                 inputs["decoder_input_ids"] = inputs["input_ids"]
+                inputs["decoder_attention_mask"] = torch.ones_like(inputs["input_ids"])  # of tokens like padding, too
                 inputs |= {name: torch.from_numpy(value) for name, value in encdec_families.arguments().items()}
             return model(**inputs).logits.numpy()
     finally:

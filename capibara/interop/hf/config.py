@@ -134,6 +134,8 @@ def _config(values: Values, family: Family, fields: dict[str, Any]) -> Transform
         case _:
             if "num_layers" not in fields:
                 fields["num_layers"] = values.get("num_decoder_layers") or values["num_layers"]
+            if family.rope:
+                fields["rope"] = Rope(**hf_rope.read(values, family))
             return EncoderDecoderConfig(**fields | ({} if family.read is None else family.read(values)))
 
 
@@ -212,6 +214,7 @@ def to_hf(config: TransformerConfig, like: Values | None = None, *, dtype: str =
             about = {"architectures": values.get("architectures", [family.architectures[0]])}
             about |= {"dtype": dtype, "torch_dtype": dtype}
             about |= {"model_type": family.model_type}
+            values |= _sides_like(like, values, family)
             defaults = families.written_defaults(config, family)
             if like.get("model_type") != family.model_type:
                 return defaults | _without_old_names(_preserved_values(like)) | values | about
@@ -266,6 +269,9 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         fields["value_dim"] = config.value_size
     if isinstance(config, EncoderDecoderConfig):
         fields["num_encoder_layers"] = config.encoder_layers
+        fields |= {"layer_pattern": families.kinds(config)}
+        if config.positions == "rope":
+            fields["rope"] = _resolved_rope(config, "local" in config.kinds, "global" in config.kinds)
         if config.head != "tied":
             del fields["head_scale"]
     if fields.get("positions") != "learned" and not (
@@ -300,7 +306,9 @@ WHOLE = {"global", "hybrid", "sparse"}  # layers with the rotary positions of th
 _ROTATED = {True: LayerKind.LOCAL, False: LayerKind.GLOBAL}
 
 
-def _resolved_rope(config: DecoderConfig | EncoderConfig, has_local: bool, has_global: bool) -> Any:
+def _resolved_rope(
+    config: DecoderConfig | EncoderConfig | EncoderDecoderConfig, has_local: bool, has_global: bool
+) -> Any:
     """The effective frequencies and magnitudes, for the kinds of layers that the model has."""
     if config.positions != "rope":
         return None
@@ -371,6 +379,8 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     if config.head == "score" and (name := families.score_architecture(family)):
         values["architectures"] = [name]
     if isinstance(config, EncoderDecoderConfig):
+        if family.sides:
+            return _of_sides(values, config, family)
         values |= {} if family.write is None else family.write(config)
         of_t5 = {"num_layers": config.encoder_layers, "num_decoder_layers": config.num_layers}
         return values | (
@@ -401,6 +411,22 @@ def _written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         elif "norm_topk_prob" in family.defaults:
             values["norm_topk_prob"] = config.moe.gates == "normalized"
     return values
+
+
+def _of_sides(values: Values, config: EncoderDecoderConfig, family: Family) -> dict[str, Any]:
+    """The values in an object for each stack; those of the head are outside."""
+    assert family.write is not None, "it gives what the stacks have"
+    outside = families.write_head(config)
+    both = {key: value for key, value in values.items() if key not in outside}
+    both |= hf_rope.write(config, family) | families.write_bias(config, family)
+    return outside | {side: both | of_side for side, of_side in family.write(config).items()}
+
+
+def _sides_like(like: Values, values: Values, family: Family) -> dict[str, Any]:
+    """The objects of a family's stacks with what those of another config.json, or the file itself, have beside them."""
+    is_same = like.get("model_type") == family.model_type
+    objects = {side: _without_old_names(like.get(side) or {}) if is_same else {} for side in family.sides}
+    return {side: _preserved_values(like) | objects[side] | values[side] for side in family.sides}
 
 
 _SIZES = (("num_kv_heads", "kv_heads"), ("head_dim", "head_size"))

@@ -516,10 +516,9 @@ def write_activation(config: TransformerConfig, family: Family) -> dict[str, Any
     return written | ({"hidden_act": name, "hidden_activation": name} if family.model_type.startswith("gemma") else {})
 
 
-def kinds(config: DecoderConfig | EncoderConfig) -> list[str]:
+def kinds(config: DecoderConfig | EncoderConfig | EncoderDecoderConfig) -> list[str]:
     """The kind of every layer: "global" or "local"."""
-    pattern = config.layer_pattern
-    return [str(pattern[i % len(pattern)]) for i in range(config.num_layers)]
+    return [str(kind) for kind in config.kinds]
 
 
 def read_pattern(values: Values, family: Family, num_layers: int) -> tuple[tuple[str, ...], int | None]:
@@ -577,9 +576,8 @@ def written_defaults(config: TransformerConfig, family: Family) -> dict[str, Any
     """Values of config.json that our configuration does not have, if no other file sets them."""
     if family.model_type in T5S and family.kind == Kind.ENCODER_DECODER:
         return {"is_encoder_decoder": True, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    if not family.rope:
+    if not family.rope or not isinstance(config, DecoderConfig | EncoderConfig):
         return {}
-    assert isinstance(config, DecoderConfig | EncoderConfig), "others have no rotary positions"
     rope = config.rope
     stretched = round(rope.original_length * rope.factor) if rope.original_length else 4096
     longest = family.aliases.get("max_position_embeddings", "max_position_embeddings")

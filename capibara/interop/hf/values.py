@@ -88,6 +88,8 @@ _INNER = (
     "text_config",
     "attn_config",
     "ffn_config",
+    "encoder",
+    "decoder",
 )
 _LISTS = ("architectures", "layer_types", "mlp_layer_types")
 _NUMBER_LISTS = ("no_rope_layers", "layer_rope_theta", "moe_layers", "mlp_only_layers")

@@ -392,7 +392,8 @@ def _stacks(
         case EncoderDecoderConfig():
             S, biased = encoder_length or length, sizes.positions.biases
             yield stack("encoder", "encoder/layers/", sizes.encoder_layers, S, (Attention(S, S * S * biased),))
-            cross = (Attention(length / 2, length * length * biased), Attention(S))
+            seen = _seen_keys(sizes.windows, length)
+            cross = (Attention(seen, length * length * biased), Attention(S))
             yield stack("decoder", "decoder/layers/", sizes.num_layers, length, cross)
         case EncoderConfig():
             once = stack(

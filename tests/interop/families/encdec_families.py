@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from family_sizes import VOCAB
+from family_sizes import VOCAB, rope
 
 ROWS, LENGTH, PADDING = 2, 20, 5
 BART: dict[str, Any] = dict(
@@ -44,6 +44,28 @@ LONG: dict[str, Any] = dict(
     eos_token_id=1,
     decoder_start_token_id=0,
 )
+SIDE: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    hidden_activation="gelu_pytorch_tanh",
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    query_pre_attn_scalar=20,
+    sliding_window=5,
+    attn_logit_softcapping=3.0,
+    final_logit_softcapping=4.0,
+    pad_token_id=1,
+    bos_token_id=2,
+    eos_token_id=1,
+    rope_parameters=rope(theta=500.0),
+)
+# Its decoder sees no token that is its padding's, with which other cases begin.
+GEMMA: dict[str, Any] = dict(model_type="t5gemma", vocab_size=VOCAB, decoder_start_token_id=0)
 
 CASES: dict[str, dict[str, Any]] = {
     "bart": dict(BART, model_type="bart", activation_function="gelu_new"),
@@ -54,6 +76,19 @@ CASES: dict[str, dict[str, Any]] = {
         {key: value for key, value in LONG.items() if key != "local_radius"},
         model_type="mt5",
         feed_forward_proj="gated-gelu",
+    ),
+    "t5gemma": dict(GEMMA, encoder=SIDE, decoder=SIDE | {"num_hidden_layers": 4}),
+    "t5gemma_whole": dict(
+        GEMMA,
+        tie_word_embeddings=False,
+        **{
+            side: SIDE
+            | {"layer_types": ["full_attention"] * 2, "attention_bias": True, "hidden_activation": "silu"}
+            | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 400}
+            | {"num_hidden_layers": 2}
+            | {"rope_parameters": rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16)}
+            for side in ("encoder", "decoder")
+        },
     ),
     "pegasus": dict(BART, model_type="pegasus", activation_function="silu", eos_token_id=1),
 }

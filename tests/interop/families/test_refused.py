@@ -216,6 +216,41 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
         ("deberta-v2", {"embedding_size": 16}, "embedding_size = 16, must be 32 for hidden_size = 32"),
         ("bart", {"decoder_ffn_dim": 64}, "encoder_ffn_dim = 48 and decoder_ffn_dim = 64, must be the same"),
         ("bart", {"decoder_attention_heads": 2}, "decoder_attention_heads = 2, must be the same"),
+        (
+            "t5gemma",
+            {
+                side: {**CASES["t5gemma"][side], "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
+                for side in ("encoder", "decoder")
+            },
+            "rope_type 'dynamic' in encoder and decoder, .* must be 'default', 'linear', 'llama3' or 'yarn'",
+        ),
+        ("t5gemma", {"encoder": 3}, "encoder = 3, must be an object"),
+        ("t5gemma", {"encoder": {}}, "attn_logit_softcapping = 50.0 in encoder and 3.0 in decoder, must be the same"),
+        (
+            "t5gemma",
+            {"decoder": {**CASES["t5gemma"]["decoder"], "hidden_size": 48}},
+            "hidden_size = 32 in encoder and 48 in decoder, must be the same",
+        ),
+        (
+            "t5gemma",
+            {"decoder": {**CASES["t5gemma"]["decoder"], "layer_types": ["full_attention"]}},
+            "layer_types .'full_attention'. in decoder, must be one of full_attention, sliding_attention for each of 4",
+        ),
+        (
+            "t5gemma",
+            {"decoder": {**CASES["t5gemma"]["decoder"], "layer_types": ["full_attention"] * 4}},
+            "layer_types in encoder and in decoder that differ, must repeat one pattern",
+        ),
+        (
+            "t5gemma",
+            {side: {**CASES["t5gemma"][side], "sliding_window": None} for side in ("encoder", "decoder")},
+            "sliding_window = null, must be a number of at least 1",
+        ),
+        (
+            "t5gemma",
+            {"decoder": {**CASES["t5gemma"]["decoder"], "per_layer_config": {"0": {"head_dim": 8}}}},
+            "per_layer_config in decoder, must be without",
+        ),
         ("pegasus", {"tie_word_embeddings": False}, "tie_word_embeddings = False, capibara's pegasus has True alone"),
         (
             "longt5",
@@ -312,6 +347,16 @@ def test_a_family_writes_what_it_reads(name):
     values = hf_config.to_hf(config, {"model_type": model_type})
     assert values["model_type"] == model_type
     assert hf_config.differences(values, config) == {}
+
+
+def test_objects_of_both_stacks_keep_what_is_beside_the_model():
+    """Transformers reads the special tokens there; those of a run's tokenizer stand outside."""
+    case = CASES["t5gemma"]
+    config = hf_config.from_hf(case)
+    kept = hf_config.to_hf(config, case)["decoder"]
+    assert (kept["pad_token_id"], kept["bos_token_id"], kept["max_position_embeddings"]) == (1, 2, 64)
+    made = hf_config.to_hf(config, {"pad_token_id": 5, "eos_token_id": 6})
+    assert [made[side]["pad_token_id"] for side in ("encoder", "decoder")] == [5, 5] and made["eos_token_id"] == 6
 
 
 @pytest.mark.parametrize("name, some", [("lfm2", "attention and mixer"), ("glm4_moe", "first_mlp and mlp")])

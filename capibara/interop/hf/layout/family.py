@@ -71,6 +71,8 @@ class Family:
       mtp: fields of our Mtp with fixed values.
       aliases: other names of its keys; one of these comes first where a file has both.
       biases: keys of optional biases in config.json, and the value of our `bias` for each.
+      sides: objects of config.json with the keys of each stack of an encoder-decoder, for which `write` gives further values;
+        (): the keys stand in no object.
       read_keys: further keys that it reads.
       divides: whether transformers requires embed_dim to be a multiple of the number of heads.
       config: the class of our decoder's configuration; None: DecoderConfig.
@@ -111,6 +113,7 @@ class Family:
     mtp: dict[str, Any] = dataclasses.field(default_factory=dict)
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     biases: dict[str, str] = dataclasses.field(default_factory=dict)
+    sides: tuple[str, ...] = ()
     read_keys: tuple[str, ...] = ()
     divides: bool = False
     config: type[DecoderConfig] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import Family
-from capibara.models.api import DecoderConfig, EncoderConfig
+from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig
 
 Values = Mapping[str, Any]
 
@@ -200,13 +200,13 @@ def _object(values: Values, key: str) -> dict[str, Any]:
 _OLD = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 
 
-def write(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
+def write(config: DecoderConfig | EncoderConfig | EncoderDecoderConfig, family: Family) -> dict[str, Any]:
     """Values of config.json for transformers 4 and 5."""
     written = _write(config, family)
     return {key: value for key, value in written.items() if family.old_rope or key not in _OLD}
 
 
-def _write(config: DecoderConfig | EncoderConfig, family: Family) -> dict[str, Any]:
+def _write(config: DecoderConfig | EncoderConfig | EncoderDecoderConfig, family: Family) -> dict[str, Any]:
     rope = config.rope
     if not family.rope:
         return {}

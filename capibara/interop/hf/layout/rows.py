@@ -132,6 +132,12 @@ def linear(name: str, dims: str, ours: str, *along: str, out: int = 0) -> list[t
     return [(f"{name}.weight", dims, ours, *along), (f"{name}.bias", dims.split()[out], biases, *along)]
 
 
+def attention(module: str, ours: str, out: str) -> list[tuple[str, ...]]:
+    """The projections of attention with their biases, for `rows`; `out` is the last one's name."""
+    names = (("q_proj", "nh d", "query"), ("k_proj", "nh d", "key"), ("v_proj", "nh d", "value"), (out, "d nh", "out"))
+    return [row for name, dims, of in names for row in linear(f"{module}.{name}", dims, f"{ours}/{of}")]
+
+
 def norm(name: str, ours: str, dim: str = "d") -> list[tuple[str, ...]]:
     """A norm's scale and its bias, for `rows`."""
     return [(f"{name}.weight", dim, f"{ours}/scale"), (f"{name}.bias", dim, f"{ours}/bias")]

@@ -10,7 +10,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import Family, Kind, Values
-from capibara.interop.hf.layout.rows import Names, Rows, linear, norm, rows
+from capibara.interop.hf.layout.rows import Names, Rows, attention, linear, norm, rows
 from capibara.models.api import TransformerConfig, sine_table
 
 _KEYS = {
@@ -73,26 +73,16 @@ def _family(model_type: str, stem: str, **fixed: Any) -> Family:
     )
 
 
-def _attention(theirs: str, ours: str) -> list[tuple[str, ...]]:
-    names = (
-        ("q_proj", "nh d", "query"),
-        ("k_proj", "nh d", "key"),
-        ("v_proj", "nh d", "value"),
-        ("out_proj", "d nh", "out"),
-    )
-    return [row for name, dims, of in names for row in linear(f"{theirs}.{name}", dims, f"{ours}/{of}")]
-
-
 def _side(side: str) -> list[tuple[str, ...]]:
     layer, ours = f"model.{side}.layers.{{l}}.", f"{side}/layers/"
     across = [
-        *_attention(f"{layer}encoder_attn", f"{ours}cross_attention"),
+        *attention(f"{layer}encoder_attn", f"{ours}cross_attention", "out_proj"),
         *norm(f"{layer}encoder_attn_layer_norm", f"{ours}cross_attention_norm"),
     ]
     return [
         (f"model.{side}.embed_positions.weight", "p d", f"{side}/position_embedding"),
         *norm(f"model.{side}.layernorm_embedding", f"{side}/embedding_norm"),
-        *_attention(f"{layer}self_attn", f"{ours}attention"),
+        *attention(f"{layer}self_attn", f"{ours}attention", "out_proj"),
         *norm(f"{layer}self_attn_layer_norm", f"{ours}attention_norm"),
         *(across if side == "decoder" else []),
         *linear(f"{layer}fc1", "f d", f"{ours}mlp/up"),
