@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
+from capibara.core.types import UserError
 from capibara.inference.calls.dialect import Dialect
 from capibara.inference.calls.forms import table
 from capibara.inference.calls.forms.elements import FORMS
@@ -105,6 +107,46 @@ def test_a_grammar_has_the_elements_of_the_schema():
     assert nights < rules.index("<rooms>") and guest < rules.index("<rooms>"), "those that are required come first"
     assert "{0,2}" in rules and "<beds>" in rules and "<old>" in rules
     assert {form.name for form in table.FORMS} >= {"hy 3", "dots", "longcat", "minimax m3"}
+
+
+def tool(properties, **others):
+    parameters = {"type": "object", "properties": properties, **others}
+    return Tools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+
+
+def test_a_grammar_of_schemas_that_refer_to_themselves_is_small():
+    reference, begin_s = {"$ref": "#/$defs/n"}, time.monotonic()
+    tree = {"type": "object", "properties": {**{key: reference for key in "abcd"}, "v": {"type": "integer"}}}
+    rules = "\n".join(FORM.rules(tool({"x": reference}, **{"$defs": {"n": tree}}), json.dumps, False))
+    assert len(rules) < 20_000 and "object_0_0: " in rules
+    choices = {"anyOf": [reference] * 10 + [{"type": "integer"}]}
+    for form in table.FORMS:
+        "\n".join(form.rules(tool({"x": reference}, **{"$defs": {"n": choices}}), json.dumps, False))
+    assert time.monotonic() - begin_s < 5, "each reference is read once, not each way to it"
+
+
+def test_a_grammar_lets_arguments_have_what_their_schema_allows():
+    optional = {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}
+    properties = {"x": optional, "map": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    rules = "\n".join(FORM.rules(tool(properties, **{"$defs": {"n": {"enum": [7, 8]}}}), json.dumps, False))
+    assert '"$defs": {"n": {"enum": [7, 8]}}' in rules and '"additionalProperties": {"type": "integer"}' in rules
+    assert read(call(element("notes", '{"a": "1"}')))[2] == [("book", '{"notes": {"a": "1"}}')]
+
+
+@pytest.mark.parametrize(
+    ("properties", "message"),
+    [
+        ({"a>b": {}}, "tool f has the argument 'a>b', which the model's calls cannot name: it must not be empty"),
+        ({"": {}}, "tool f has the argument '', which"),
+        ({"x": {"type": "array", "minItems": "a"}}, "tool f has minItems 'a', must be a whole number from 0"),
+        ({"x": {"type": "array", "maxItems": float("inf")}}, "tool f has maxItems inf, must be a whole number from 0"),
+        ({"x": {"type": "array", "minItems": -1}}, "tool f has minItems -1, must be"),
+    ],
+)
+def test_schemas_that_no_call_can_keep_to_are_refused(properties, message):
+    with pytest.raises(UserError, match=message):
+        list(FORM.rules(tool(properties), json.dumps, False))
+    list(FORM.rules(tool({"x": {"type": "array", "minItems": 2.0}}, required=5), json.dumps, False))
 
 
 def test_what_a_template_writes_is_read():

@@ -14,6 +14,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from capibara.core.fields import short
+from capibara.core.types import UserError
 from capibara.inference.calls.forms.form import Form, Marks, read_each
 from capibara.inference.calls.forms.rules import json_of, rules_of_any, text_before
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
@@ -59,9 +61,13 @@ def _read_tag(text: Text) -> Steps[str]:
     yield from text.expect(_OPEN)
     name = yield from text.head(">")
     text.at += 1
-    if not name or name.startswith("/") or "<" in name:
+    if not _is_tag(name):
         raise Malformed
     return name
+
+
+def _is_tag(name: str) -> bool:
+    return bool(name) and not name.startswith("/") and not {"<", ">"} & {*name}
 
 
 def _read_value(text: Text, arguments: _Arguments, key: str, schema: Any, depth: int) -> Steps[Any]:
@@ -145,29 +151,36 @@ def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     yield from rules_of_any(tools, parallel, begin=marks(f"{_BEGIN}\n"), between=marks("\n"), end=marks(f"\n{_END}"))
     yield f"TEXT: {text_before(_MARK)}"
     for number, name in enumerate(tools.parameters):
-        body = _Elements(tools, name, marks).of_properties(tools.parameters[name], 1)
+        elements = _Elements(tools, name, marks, f"object_{number}")
+        body = elements.of_properties(tools.parameters[name], 1)
         yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {marks(_CALL_END)}"
+        yield from elements.rules
 
 
 class _Elements:
-    """Expressions of a grammar for the elements of a tool's arguments."""
+    """Expressions of a grammar for the elements of a tool's arguments.
 
-    def __init__(self, tools: Tools, name: str, marks: Marks):
-        self._tools, self._name, self._marks = tools, name, marks
+    Attributes:
+      rules: of the objects in arguments: each schema has one for each depth, however often it is referred to.
+    """
+
+    def __init__(self, tools: Tools, name: str, marks: Marks, prefix: str):
+        self._tools, self._name, self._marks, self._prefix = tools, name, marks, prefix
         self._arguments = _Arguments(tools, name)
+        self._names: dict[tuple[int, int], str] = {}
+        self.rules: list[str] = []
 
     def of_properties(self, schema: Any, depth: int) -> str:
         """Of an object's properties."""
-        schema = self._tools.resolved(self._name, schema)
-        properties = schema.get("properties")
-        required = schema.get("required") or []
-        each = properties.items() if isinstance(properties, Mapping) else ()
-        ordered = sorted(each, key=lambda item: item[0] not in required)
-        return " ".join(
-            f"({self._element(key, value, depth)}){'' if key in required else '?'}" for key, value in ordered
-        )
+        each = self._tools.properties(self._tools.resolved(self._name, schema))
+        return " ".join(f"({self._element(key, value, depth)}){'' if needed else '?'}" for key, value, needed in each)
 
     def _element(self, key: str, schema: Any, depth: int) -> str:
+        if not _is_tag(key):
+            raise UserError(
+                f"tool {self._name} has the argument {short(key)}, which the model's calls cannot name: it must not be empty, begin "
+                "with / or have < or >"
+            )
         return f"{self._marks(f'{_OPEN}{key}>')} {self._content(schema, depth)} {self._marks(f'{_CLOSE}{key}>')}"
 
     def _content(self, schema: Any, depth: int) -> str:
@@ -175,16 +188,31 @@ class _Elements:
         resolved = self._tools.resolved(self._name, schema)
         if types == {"array"} and depth < _DEEPEST:
             item = self._element(_ITEM, self._arguments.items_of(resolved), depth + 1)
-            least, most = int(resolved.get("minItems", 0)), resolved.get("maxItems")
-            return f"({item}){{{least},{'' if most is None else int(most)}}}"
-        if types == {"object"} and depth < _DEEPEST:
-            return self.of_properties(resolved, depth + 1)
-        if types and types.isdisjoint({"string", "array", "object"}):
-            return json_of(resolved)
+            least, most = self._count(resolved, "minItems") or 0, self._count(resolved, "maxItems")
+            return f"({item}){{{least},{'' if most is None else most}}}"
+        if types == {"object"} and depth < _DEEPEST and self._tools.properties(resolved):
+            return self._object(resolved, depth)
+        if types and "string" not in types:
+            return json_of(self._tools.standalone(self._name, resolved))
         choices = resolved.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
             return f"({' | '.join(map(dumped, choices))})"
         return "TEXT"
+
+    def _object(self, schema: dict[str, Any], depth: int) -> str:
+        """The name of an object's rule; without one, a schema with several references to itself would be written 2^16 times."""
+        if (name := self._names.get((id(schema), depth))) is None:
+            name = self._names[id(schema), depth] = f"{self._prefix}_{len(self._names)}"
+            self.rules.append(f"{name}: {self.of_properties(schema, depth + 1)}")
+        return name
+
+    def _count(self, schema: dict[str, Any], key: str) -> int | None:
+        value = schema.get(key)
+        if value is not None and not (type(value) in (int, float) and 0 <= value < 2**31 and value == int(value)):
+            raise UserError(
+                f"tool {self._name} has {key} {short(value)}, must be a whole number from 0 to 2**31: correct its schema"
+            )
+        return None if value is None else int(value)
 
 
 FORMS = (

@@ -125,11 +125,11 @@ class CallTags:
             begin = self.begin + (line + self.call if self.call else "")
             yield from rules_of_any(tools, parallel, between=marks(line))
         yield f"TEXT: {text_before(self.value_end)}"
-        for number, (name, schema) in enumerate(tools.parameters.items()):
+        for number, name in enumerate(tools.parameters):
             arguments = []
             for place, (key, value, required) in enumerate(tools.arguments(name)):
                 rule = f"value_{number}_{place}"
-                yield f"{rule}: {self._value_rule(tools, name, key, value, schema)}"
+                yield f"{rule}: {self._value_rule(tools, name, key, value)}"
                 arguments.append(f"({self._argument(key, tools, name, rule, marks)}){'' if required else '?'}")
             head = f"{begin}{name}{self.name_end}"
             after = marks(line + self.call_end + end)
@@ -142,11 +142,10 @@ class CallTags:
         before = marks(f"{self.layout}{self.key}{key}{key_end}{value}{self.padding}")
         return f"{before} {rule} {marks(self.padding + self.value_end)}"
 
-    def _value_rule(self, tools: Tools, name: str, key: str, value: Any, schema: dict[str, Any]) -> str:
+    def _value_rule(self, tools: Tools, name: str, key: str, value: Any) -> str:
         types = tools.types(name, key)
         if types and "string" not in types:
-            definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-            return json_of({**value, **definitions})
+            return json_of(tools.standalone(name, value))
         choices = value.get("enum") if isinstance(value, dict) else None
         if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
             return " | ".join(map(dumped, choices))

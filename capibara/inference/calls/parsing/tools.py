@@ -44,11 +44,19 @@ class Tools:
 
     def arguments(self, name: str) -> list[tuple[str, Any, bool]]:
         """Each argument of a tool with its schema and whether it is required; those that are required come first."""
-        schema = self.parameters[name]
+        return self.properties(self.parameters[name])
+
+    def properties(self, schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+        """Each property of an object's schema, as in `arguments`."""
         required = schema.get("required") if isinstance(schema.get("required"), list) else []
         properties = _object(schema.get("properties"))
         each = [(key, value, key in (required or ())) for key, value in properties.items()]
         return sorted(each, key=lambda argument: not argument[2])
+
+    def standalone(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+        """A schema within that of a tool's arguments, with the definitions that its references lead to."""
+        root, has_references = self.parameters[name], '"$ref"' in json.dumps(schema)
+        return {**schema, **{word: root[word] for word in ("$defs", "definitions") if has_references and word in root}}
 
     def types(self, name: str, key: str) -> set[str]:
         """The types that the schema allows for an argument; empty: any."""
@@ -116,18 +124,29 @@ def _is_one_of(value: Any, types: Set[str]) -> bool:
     return bool(names - {"integer", "number"} if isinstance(value, bool) else names)
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
+def _types(schema: Any, root: Mapping[str, Any], references: int, known: dict[int, set[str]] | None = None) -> set[str]:
+    """As `Tools.types_of`; `known` has the types of schemas by their ids, which keeps alternatives from being read 2^16 times."""
+    known = {} if known is None else known
     if not isinstance(schema, dict) or not references:
         return set()
+    if id(schema) not in known:
+        known[id(schema)] = set()  # of one that refers to itself
+        known[id(schema)] = _types_of(schema, root, references - 1, known)
+    return known[id(schema)]
+
+
+def _types_of(
+    schema: Mapping[str, Any], root: Mapping[str, Any], references: int, known: dict[int, set[str]]
+) -> set[str]:
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_referenced(reference, root), root, references - 1)
+        return _types(_referenced(reference, root), root, references, known)
     if (kind := schema.get("type")) is not None:
         return {str(name) for name in (kind if isinstance(kind, list) else [kind])}
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
         return {name for value in values for name in _JSON_TYPES if _is_one_of(value, {name})}
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            choices = [_types(choice, root, references - 1) for choice in schema[name]]
+            choices = [_types(choice, root, references, known) for choice in schema[name]]
             return set().union(*choices) if all(choices) else set()
     return set()
 
