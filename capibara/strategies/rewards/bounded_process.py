@@ -17,6 +17,7 @@ from capibara.core.types import UserError
 
 _START_S = 120.0  # to import what the script needs on a busy machine
 _PROCESSES = 4
+_TRIES = 2  # something else than the request may have ended the process
 
 
 class BoundedProcess:
@@ -40,23 +41,34 @@ class BoundedProcess:
         Raises:
           UserError: the process does not start.
         """
+        line: bytes | None = b""
+        until = time.monotonic() + seconds
+        for _ in range(_TRIES):
+            if (line := self._line_of(request, until)) != b"":
+                break
+        return json.loads(line) if line else None
+
+    def _line_of(self, request: dict[str, object], until: float) -> bytes | None:
+        """The line of an answer; empty: the process has ended, None: it does not answer in time. It is closed then."""
         try:
             if self._process is None:
                 self._process, self._read = self._started(), b""
-                if self._line(_START_S) != b"ready":
+                start = time.monotonic()
+                if self._line(start + _START_S) != b"ready":
                     raise UserError(f"{self._package} does not start in a process of its own: python -m pip check")
+                until += time.monotonic() - start
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-            line = self._line(seconds)
-        except OSError:  # it has ended
+            line = self._line(until)
+        except OSError:
             line = b""
         except UserError:
             self.close()
             raise
         if not line:
             self.close()
-        return json.loads(line) if line else None
+        return line
 
     def close(self) -> None:
         """Ends the process."""
@@ -72,14 +84,14 @@ class BoundedProcess:
             [sys.executable, "-I", self._script], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
         )
 
-    def _line(self, seconds: float) -> bytes:
-        """The next line; empty: it did not come in time, or the process has ended."""
+    def _line(self, until: float) -> bytes | None:
+        """The next line; empty: the process has ended, None: the line does not come until then."""
         assert self._process is not None and self._process.stdout is not None
-        until, descriptor = time.monotonic() + seconds, self._process.stdout.fileno()
+        descriptor = self._process.stdout.fileno()
         while b"\n" not in self._read:
-            ready = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]
-            part = os.read(descriptor, 4096) if ready else b""
-            if not part:
+            if not select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0]:
+                return None
+            if not (part := os.read(descriptor, 4096)):
                 return b""
             self._read += part
         line, _, self._read = self._read.partition(b"\n")

@@ -36,7 +36,7 @@ class JsonAnswer(Verifier):
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < float("inf"):
-            raise UserError(f"JsonAnswer.seconds is {self.seconds}, must be above 0: try 5")
+            raise UserError(f"JsonAnswer.seconds is {self.seconds}, must be finite and above 0: try 5")
         extras.require("jsonschema", extra="verifiers", why="@JsonAnswer()")
 
     def __call__(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float:

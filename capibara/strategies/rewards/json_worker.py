@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 
 MEMORY_BYTES = 2**31  # of address space
+_DATA = ("const", "enum", "default", "examples")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -55,13 +57,15 @@ def mistake(schema: str) -> str:
     try:
         checked = validator(schema)
         checked.is_valid(None)
-        for keyword, value in _keywords(json.loads(schema)):
+        whole = json.loads(schema)
+        resolver = _resolver(whole)
+        for keyword, value in _keywords(whole):
             if keyword == "pattern" and isinstance(value, str):
                 re.compile(value)
             if keyword == "patternProperties" and isinstance(value, dict):
                 [re.compile(pattern) for pattern in value]
-            if keyword == "$ref" and isinstance(value, str):
-                _look_up(json.loads(schema), value)
+            if keyword == "$ref" and isinstance(value, str) and resolver is not None:
+                resolver.lookup(value)
     except Exception as error:  # of the parser, the meta-schema, a reference that leads nowhere
         return (str(error).splitlines() or [type(error).__name__])[0][:200]
     return ""
@@ -80,27 +84,30 @@ def validator(text: str) -> Any:
     return kind(schema, registry=referencing.Registry())
 
 
-def _look_up(schema: Any, reference: str) -> None:
-    """Raises an exception if a reference leads nowhere; those that begin from an inner `$id` are left to the validation."""
+def _resolver(schema: Any) -> Any:
+    """What looks up a schema's references; None: it has an inner `$id`, from which some may begin: validation follows those."""
     import referencing.jsonschema
 
-    if any(keyword == "$id" for inner in schema.values() for keyword, _ in _keywords(inner)):
-        return
+    if not isinstance(schema, dict) or any(key == "$id" for value in schema.values() for key, _ in _keywords(value)):
+        return None
     draft = referencing.jsonschema.DRAFT202012
-    whole = referencing.Resource.from_contents(schema, default_specification=draft)
+    resource = referencing.Resource.from_contents(schema, default_specification=draft)
     uri = schema.get("$id", "")
-    referencing.Registry().with_resource(uri, whole).resolver(uri).lookup(reference)
+    return referencing.Registry().with_resource(uri, resource).resolver(uri)
 
 
-def _keywords(value: Any) -> Iterator[tuple[str, Any]]:
-    """All keys of a schema's objects with their values."""
-    if isinstance(value, list):
-        for item in value:
+def _keywords(schema: Any, has_names: bool = False) -> Iterator[tuple[str, Any]]:
+    """All keywords of a schema with their values, without those in data; `has_names`: it is an object of schemas by name."""
+    if isinstance(schema, list):
+        for item in schema:
             yield from _keywords(item)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield key, item
-            yield from _keywords(item)
+    if isinstance(schema, dict):
+        for key, item in schema.items():
+            if has_names:
+                yield from _keywords(item)
+            elif key not in _DATA:
+                yield key, item
+                yield from _keywords(item, key in _BY_NAME)
 
 
 def _finite(number: str) -> float:

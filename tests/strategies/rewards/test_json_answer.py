@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 
 import pytest
 
 from capibara.core.types import UserError
+from capibara.strategies.rewards import json_answer
 from capibara.strategies.rewards.json_answer import JsonAnswer
 
 SCHEMA = {
@@ -56,6 +59,8 @@ def test_references_stay_within_the_schema():
         ({"multipleOf": 0.5}, "2.5", 1),
         ({"type": "number"}, "-Infinity", 0),
         ({"type": "integer"}, "1e2", 1),
+        ({"enum": [{"$ref": "#/none", "pattern": "("}]}, '{"$ref": "#/none", "pattern": "("}', 1),  # data, no keywords
+        ({"properties": {"enum": {"type": "integer"}, "$ref": {}}}, '{"enum": "1"}', 0),
         ({"$id": "http://a/b", "$defs": {"n": {"$id": "c", "type": "integer"}}, "$ref": "c"}, "1", 1),
     ],
 )
@@ -72,7 +77,7 @@ def test_an_expression_that_does_not_end_is_wrong_and_the_next_answer_is_read():
     assert time.monotonic() - begin_s < 60
     assert JsonAnswer(seconds=60.0)("", '"aa"', record) == 1
     for seconds in (0, float("inf")):
-        with pytest.raises(UserError, match="JsonAnswer.seconds is .*, must be above 0"):
+        with pytest.raises(UserError, match="JsonAnswer.seconds is .*, must be finite and above 0"):
             JsonAnswer(seconds=seconds)
 
 
@@ -80,7 +85,7 @@ def test_an_expression_that_does_not_end_is_wrong_and_the_next_answer_is_read():
     "schema",
     [
         {"type": "integre"}, "{", {"minimum": "3"}, [1], {"$ref": "#"}, {"properties": {"a": {"$ref": "#/$defs/none"}}},
-        {"items": {"pattern": "["}}, {"patternProperties": {"\\p{L}": {}}},
+        {"items": {"pattern": "["}}, {"properties": {"default": {"pattern": "["}}}, {"patternProperties": {"\\p{L}": {}}},
     ],
 )  # fmt: skip
 def test_a_record_without_a_schema_is_refused(schema):
@@ -88,3 +93,19 @@ def test_a_record_without_a_schema_is_refused(schema):
         JsonAnswer().check_record({"schema": schema})
     with pytest.raises(UserError, match="a record has no field 'schema'"):
         JsonAnswer().check_record({"answer": schema})
+
+
+def test_a_process_that_something_else_ends_is_started_again():
+    verifier, record = JsonAnswer(seconds=60.0), {"schema": {"type": "integer"}}
+    for ask, result in ((lambda: verifier("", "1", record), 1), (lambda: verifier.check_record(record), None)):
+        verifier("", "1", record)
+        for process in [process._process for process in json_answer._processes()._all if process._process]:
+            os.kill(process.pid, signal.SIGKILL)
+        assert ask() == result
+
+
+def test_references_are_looked_up_in_one_pass():
+    many = {"anyOf": [{"$ref": "#/$defs/n"}] * 4000, "$defs": {"n": {"type": "integer"}}}
+    begin_s = time.monotonic()
+    JsonAnswer().check_record({"schema": many})
+    assert time.monotonic() - begin_s < 10  # one pass for each reference takes 20 s
