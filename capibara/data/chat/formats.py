@@ -212,8 +212,14 @@ def _conversation(record: Mapping[str, Any], messages: list[Message], where: str
         raise UserError(f"{where} has no messages: remove the record")
     if (system := _system(record, where)) and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
+    if not {*_texts(record.get("history"))} <= {message["content"] for message in messages}:
+        raise UserError(
+            f"{where} has history beside messages, which are read alone: write it into them, or leave it out"
+        )
     _number_calls(messages)
-    tools = _tools(record["tools"] if record.get("tools") else record.get("functions"), where)
+    if record.get("tools") and record.get("functions"):
+        raise UserError(f"{where} has tools and functions, which is their older name: leave one of the two out")
+    tools = _tools(record.get("tools") or record.get("functions"), where)
     variables = record.get("chat_template_kwargs")
     if isinstance(variables, str):
         variables = _json(variables, where, "chat_template_kwargs")
@@ -221,6 +227,12 @@ def _conversation(record: Mapping[str, Any], messages: list[Message], where: str
         raise UserError(f"{where}: chat_template_kwargs must be an object, not {_short(variables)}")
     variables = {key: value for key, value in (variables or {}).items() if value is not None}  # Arrow fills in the rest
     if documents := record.get("documents"):  # of transformers' apply_chat_template
+        if not isinstance(documents, list) or not all(isinstance(document, Mapping) for document in documents):
+            raise UserError(
+                f"{where}: documents must be a list of objects such as {{title, text}}, not {_short(documents)}"
+            )
+        if "documents" in variables:
+            raise UserError(f"{where} has documents, and chat_template_kwargs has them too: leave one of the two out")
         variables["documents"] = documents
     return Conversation(messages, tools, variables or None)
 
@@ -277,8 +289,8 @@ def _asked(record: Mapping[str, Any], key: str, where: str) -> list[Message]:
 
 
 def _history(record: Mapping[str, Any], where: str) -> list[Message]:
-    messages = []
-    for turn in record.get("history") or []:
+    history, messages = record.get("history") or [], list[Message]()
+    for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
             raise UserError(f"{where}: history must be a list of [instruction, answer], not {_short(turn)}")
         roles = ("user", "assistant")
@@ -298,10 +310,19 @@ def _check_beside(record: Mapping[str, Any], key: str, text: str, where: str) ->
 
 
 def _texts(value: object) -> list[str]:
-    """All texts in a value of JSON."""
-    if isinstance(value, (list, Mapping)):
-        return [text for item in (value.values() if isinstance(value, Mapping) else value) for text in _texts(item)]
-    return [value] if isinstance(value, str) else []
+    """All texts and numbers in a value of JSON."""
+    texts, left = list[str](), [value]
+    while left:
+        match left.pop():
+            case list() as items:
+                left += items
+            case Mapping() as items:
+                left += items.values()
+            case str() as text:
+                texts.append(text)
+            case int() | float() as number if not isinstance(number, bool):
+                texts.append(json.dumps(number))
+    return texts
 
 
 def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
@@ -402,8 +423,12 @@ def _message(value: object, where: str) -> Message:
     reasoning = next((value[key] for key in _REASONING if isinstance(value.get(key), str)), None)
     if reasoning is not None:
         message |= {"thinking": reasoning, "reasoning_content": reasoning}
-    calls = message.pop("tool_calls", None) or message.pop("function_call", None)
-    if calls:
+    calls, call = (message.pop(key, None) for key in ("tool_calls", "function_call"))
+    if calls and call:
+        raise UserError(
+            f"{where} has tool_calls and function_call, which is their older name: leave one of the two out"
+        )
+    if calls := calls or call:
         message["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     return {"role": _ROLES.get(role, role), "content": _content(content, where, bool(calls), role), **message}
 

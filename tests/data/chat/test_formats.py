@@ -338,3 +338,42 @@ def test_a_call_of_openais_older_form_is_a_tool_call():
 def test_documents_are_for_the_template():
     documents = [{"title": "t", "text": "x"}]
     assert read_conversation({"messages": TALK, "documents": documents}, "a:1").variables == {"documents": documents}
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"history": 5}, r"line: history must be a list of \[instruction, answer\], not 5"),
+        ({"history": "Hi"}, r"line: history must be a list of \[instruction, answer\], not 'Hi'"),
+        ({"choices": [3, 4.5]}, r"line: choices \(\[3, 4.5\]\) is not in question"),
+        ({"options": json.loads("[" * 900 + '"x"' + "]" * 900)}, "line: options .* is not in question"),
+        ({"documents": "a text"}, "line: documents must be a list of objects such as {title, text}, not 'a text'"),
+        ({"documents": ["a text"]}, "line: documents must be a list of objects"),
+        (
+            {"documents": [{"text": "a"}], "chat_template_kwargs": {"documents": []}},
+            "line has documents, and chat_template_kwargs has them too: leave one of the two out",
+        ),
+        (
+            {"tools": [{"name": "f"}], "functions": [{"name": "g"}]},
+            "line has tools and functions, which is their older name: leave one of the two out",
+        ),
+    ],
+)
+def test_what_stands_beside_a_question_is_read_or_refused(beside, message):
+    with pytest.raises(UserError, match=message):
+        read_conversation({"question": "What is 2 + 2?", "answer": "4"} | beside, "line")
+
+
+def test_numbers_that_a_question_has_are_choices():
+    record = {"question": "Is it 3 or 4.5?", "answer": "3", "choices": [3, 4.5, None, True]}
+    assert [message["content"] for message in read_conversation(record, "line").messages] == ["Is it 3 or 4.5?", "3"]
+
+
+def test_messages_have_one_history_and_one_list_of_calls():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert read_conversation({"messages": turns, "history": [["a", "b"]]}, "line").messages == turns
+    with pytest.raises(UserError, match="line has history beside messages, which are read alone: write it into them"):
+        read_conversation({"messages": turns, "history": [["c", "d"]]}, "line")
+    calls = {"tool_calls": [{"name": "f", "arguments": {}}], "function_call": {"name": "g", "arguments": "{}"}}
+    with pytest.raises(UserError, match="has tool_calls and function_call, which is their older name: leave one"):
+        read_conversation({"messages": [turns[0], turns[1] | calls]}, "line")
