@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.api.stored import Loaded, path_of, stored_path
-from capibara.core.fields import did_you_mean
+from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
 
 if TYPE_CHECKING:
@@ -204,7 +204,9 @@ def prepare_rope(
     for name, value in (("length", length), ("original_length", original_length)):
         if not (value is None and name == "original_length") and (type(value) is not int or value < 2):
             raise UserError(f"{name} is {value!r}, must be a number of at least 2")
-    files = [data] if isinstance(data, str) else list(data)
+    files = [data] if isinstance(data, str) else data
+    if not isinstance(files, Sequence) or not all(isinstance(path, str) for path in files):
+        raise UserError(f"data is {short(data)}, must be a path, or a list of paths")
     with models.PARSING:
         subject = models.open_subject(stored_path(model), step=step, weights=weights, trust=trust)
     return extension.extend(subject, files, path_of(out, "out"), length, original_length, settings)

@@ -230,7 +230,7 @@ def scored(subject: Subject, name: str, items: Sequence[Item], recorded: Predict
         scores = iter(rater.scores_of([answer for i in at for answer in answers[i]]))
         lines += [recorded.add(abouts[i], {"scores": [next(scores), next(scores)]}) for i in at]
         show(name, f"{len(lines)} of {len(items)} pairs")
-    return [PairScores(*line["scores"]) for line in lines]
+    return [PairScores(*recorded.numbers(line, "scores", 2)) for line in lines]
 
 
 def ranked(

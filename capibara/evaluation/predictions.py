@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
+from capibara.core.fields import short
 from capibara.core.types import UserError
 from capibara.multihost import hosts
 from capibara.storage import outputs
@@ -25,13 +27,14 @@ class Predictions:
       path: the file; None: nothing is written.
       model: description of the model, as JSON values.
       flag: what names the file, for errors; None: --predictions.
+      described: what `model` describes, for errors.
 
     Raises:
       UserError: the file is of another model, is not a file of predictions, or another process writes it.
     """
 
-    def __init__(self, path: str | None, model: Mapping[str, Any], flag: str | None = None):
-        self._flag, self._number = flag or f"--predictions={path}", 1
+    def __init__(self, path: str | None, model: Mapping[str, Any], flag: str | None = None, described: str = "model"):
+        self._flag, self._described, self._number = flag or f"--predictions={path}", described, 1
         self._old: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
         if path is not None:
@@ -86,6 +89,21 @@ class Predictions:
             raise UserError(f"{self._flag}: line {self._number} is of another request than now: name another file")
         return line
 
+    def numbers(self, line: Mapping[str, Any], key: str, count: int) -> list[float]:
+        """The numbers of an answer, in a list or one alone.
+
+        Raises:
+          UserError: they are no numbers, as of a line that was edited.
+        """
+        values: Any = line.get(key)
+        numbers = values if isinstance(values, list) else [values]
+        wanted = "a number" if count == 1 else f"{count} numbers"
+        if len(numbers) != count or not all(type(item) in (int, float) and not math.isnan(item) for item in numbers):
+            raise UserError(
+                f"{self._flag}: {key} of a line is {short(values)}, must be {wanted}: remove the line and those after it"
+            )
+        return numbers
+
     def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the next line, and returns it."""
         line = {**request, **answer}
@@ -108,7 +126,7 @@ class Predictions:
             if not ours:
                 raise UserError(f"{self._flag} exists and is not a file of predictions: name another")
             if result and result[0] != head:
-                raise UserError(f"{self._flag} exists and is of another model: name another file")
+                raise UserError(f"{self._flag} exists and is of another {self._described}: name another file")
             file.truncate(sum(len(line) + 1 for line in lines))
         return result
 

@@ -83,6 +83,19 @@ def test_accuracy_is_reported_by_subset_and_section(reward, pairs, tmp_path, cap
     assert json.loads(out.read_text())["tasks"]["pairs"]["groups"] == groups
 
 
+def test_scores_that_were_edited_are_refused(reward, tmp_path, capsys):
+    data, answers = tmp_path / "one.jsonl", tmp_path / "answers.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c", "subset": "x"}) + "\n")
+    flags = (f"--model_dir={reward}", GIN, f"--gin.PAIRS=('{data}',)", f"--predictions={answers}")
+    assert run(*flags) == 0
+    head, line = answers.read_text().splitlines()
+    capsys.readouterr()
+    for scores in (None, ["a", "b"], [1], [1, 2, 3], [float("nan"), 1.0], [True, False]):
+        answers.write_text(f"{head}\n{json.dumps(json.loads(line) | {'scores': scores})}\n")
+        assert run(*flags) == 2
+        assert "scores of a line is" in (error := capsys.readouterr().err) and "must be 2 numbers" in error
+
+
 def test_without_groups_nothing_is_added(reward, pairs, capsys):
     result = cb.evaluate(reward, {"mine": cb.EvalTask(files=(str(pairs),), pairs=True)})["tasks"]["mine"]
     assert result.keys() == {"metrics", "examples", "files", "seconds"}

@@ -117,8 +117,15 @@ def test_an_interrupted_search_resumes(run_dir, data, report, tmp_path):
     (other / "evaluations.jsonl").write_text("\n".join(changed) + "\n" + lines[4][:20])
     result = cb.prepare_rope(run_dir, data, str(other), 128, settings=SMALL)
     assert result["factors"] == json.loads(lines[3])["factors"]
-    with pytest.raises(UserError, match=r"--out=.*other exists and is of another model: name another"):
+    with pytest.raises(
+        UserError, match=r"--out=.*other exists and is of another model, data or settings: name another"
+    ):
         cb.prepare_rope(run_dir, data, str(other), 96, settings=SMALL)
+    for loss in (None, "1", float("nan")):
+        edited = json.dumps(json.loads(lines[1]) | {"loss": loss})
+        (other / "evaluations.jsonl").write_text(f"{lines[0]}\n{edited}\n")
+        with pytest.raises(UserError, match="--out=.*other: loss of a line is .*, must be a number: remove the line"):
+            cb.prepare_rope(run_dir, data, str(other), 128, settings=SMALL)
     again = cb.prepare_rope(run_dir, [data], out, 128, settings=SMALL)
     assert again["factors"] == told["factors"] and open(f"{out}/evaluations.jsonl").read().splitlines() == lines
 
@@ -146,7 +153,8 @@ def test_what_cannot_be_extended_is_refused_by_name(run_dir, data, tmp_path, cap
     for model, length, message in (
         (learned, 128, "is a DecoderConfig with positions 'learned', and rotary positions of a decoder are extended"),
         (scaled, 128, "has Rope.scaling = 'linear', and a search begins from positions that are not scaled"),
-        (run_dir, 32, "--length=32 must be above the 32 tokens of .*run: try 128"),
+        (run_dir, 32, "--length=32 must be above the 32 tokens of .*run, and below 2..31: try 128"),
+        (run_dir, 2**31, "--length=2147483648 must be above the 32 tokens of .*run, and below 2..31: try 128"),
         (run_dir, 1024, "has no document of 1025 tokens, its longest has 15[0-9]: name longer ones"),
     ):
         with pytest.raises(UserError, match=message):
@@ -157,6 +165,8 @@ def test_what_cannot_be_extended_is_refused_by_name(run_dir, data, tmp_path, cap
         gptj.entries(gptj.rope(Individual((1.0,) * gptj.frequencies), None))
     for call, message in (
         (lambda: cb.prepare_rope(run_dir, data, out, 1.5), "length is 1.5, must be a number of at least 2"),
+        (lambda: cb.prepare_rope(run_dir, 5, out, 128), "data is 5, must be a path, or a list of paths"),
+        (lambda: cb.prepare_rope(run_dir, f"{data}x", out, 128), "--data .*long.jsonlx.* matches no file"),
         (lambda: cb.prepare_rope(run_dir, data, out, 128, settings=3), r"settings is 3, must be cb.RopeSearch\(...\)"),
     ):
         with pytest.raises(UserError, match=message):
@@ -166,3 +176,16 @@ def test_what_cannot_be_extended_is_refused_by_name(run_dir, data, tmp_path, cap
     assert verb(prepare.main, "rope", f"--data={data}", f"--out={out}", "--length=64") == 2
     assert "pass one of --model_dir" in capsys.readouterr().err
     assert not os.path.exists(out)
+
+
+def test_files_of_no_search_stay_and_a_search_needs_a_finite_loss(run_dir, data, tmp_path):
+    (tmp_path / "rope.gin").write_text("# mine\n")
+    with pytest.raises(UserError, match=r"rope.gin exists, and is of no search .*: name another --out"):
+        cb.prepare_rope(run_dir, data, str(tmp_path), 128, settings=SMALL)
+    assert (tmp_path / "rope.gin").read_text() == "# mine\n"
+    infinite = dataclasses.replace(SMALL, attention_factor=1e38)
+    with pytest.raises(
+        UserError, match="run has no finite loss with any of [0-9]+ scalings: name a model that has not"
+    ):
+        cb.prepare_rope(run_dir, data, str(tmp_path / "out"), 128, settings=infinite)
+    assert not os.path.exists(tmp_path / "out" / "rope.gin")

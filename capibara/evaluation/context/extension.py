@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 from capibara.config import written
 from capibara.core.types import UserError
 from capibara.evaluation.context.losses import Losses, read_rows
-from capibara.evaluation.context.search import Individual, RopeSearch, search
+from capibara.evaluation.context.search import Individual, Loss, RopeSearch, search
 from capibara.evaluation.predictions import Predictions
 from capibara.evaluation.subject import Subject
 from capibara.interop.hf import config as hf_config
@@ -70,8 +71,10 @@ class Extension:
                 "name the model before its context was extended"
             )
         original = original_length or config.max_length or subject.trainer.dataset.length
-        if not original < length:
-            raise UserError(f"--length={length} must be above the {original} tokens of {model}: try {4 * original}")
+        if not original < length < 2**31:
+            raise UserError(
+                f"--length={length} must be above the {original} tokens of {model}, and below 2**31: try {4 * original}"
+            )
         result = cls(model, config, original, length)
         result.entries(result.rope(Individual((1.0,) * result.frequencies), None))  # raises before anything is compiled
         return result
@@ -178,27 +181,21 @@ def extend(
       UserError: as in `Extension.of` and `read_rows`, or the folder has the search of another model or with other settings.
     """
     extension = Extension.of(subject, length, original_length)
+    _check_folder(out)
     rows, test = np.split(read_rows(data, subject.vocabulary, length, 2 * settings.documents), [settings.documents])
     losses, magnitude = Losses(subject), extension.rope(Individual((1.0,)), settings.attention_factor).magnitude()
     about = subject.about | {
         "search": dataclasses.asdict(settings) | {"length": length, "original_length": extension.original_length},
         "rows": hashlib.sha256(rows.tobytes()).hexdigest(),
     }
-    starts = [Individual(tuple(max(1.0, value) for value in factors)) for factors, _ in extension.known().values()]
-    count = 0
-    with Predictions(os.path.join(out, EVALUATIONS), about, flag=f"--out={out}") as recorded:
-
-        def loss(individual: Individual) -> float:
-            nonlocal count
-            count += 1
-            request = {"factors": list(individual.factors), "unscaled_tokens": individual.unscaled_tokens}
-            if (line := recorded.known(request)) is None:
-                value = losses(rows, individual.factors, magnitude, individual.unscaled_tokens)
-                line = recorded.add(request, {"loss": value})
-            show("searching", f"{count} of at most {settings.evaluations} scalings, loss {line['loss']:.4f}")
-            return line["loss"]
-
-        best, _ = search(settings, starts, settings.reach * extension.ratio, loss)
+    with Predictions(os.path.join(out, EVALUATIONS), about, f"--out={out}", "model, data or settings") as recorded:
+        best, count = _searched(
+            extension,
+            settings,
+            lambda item: losses(rows, item.factors, magnitude, item.unscaled_tokens),
+            recorded,
+            show,
+        )
     rope = extension.rope(best, settings.attention_factor)
     report = {
         "model": extension.model, "original_length": extension.original_length, "length": length,
@@ -210,6 +207,39 @@ def extend(
     outputs.save(os.path.join(out, GIN), gin_text(extension, rope))
     outputs.save(os.path.join(out, REPORT), json.dumps(report, indent=1) + "\n")
     return report
+
+
+def _searched(
+    extension: Extension, settings: RopeSearch, compute: Loss, recorded: Predictions, show: Show
+) -> tuple[Individual, int]:
+    """The best scaling, and the number of all whose loss was computed or is recorded."""
+    starts = [Individual(tuple(max(1.0, value) for value in factors)) for factors, _ in extension.known().values()]
+    count = 0
+
+    def loss(individual: Individual) -> float:
+        nonlocal count
+        count += 1
+        request = {"factors": list(individual.factors), "unscaled_tokens": individual.unscaled_tokens}
+        if (line := recorded.known(request)) is None:
+            line = recorded.add(request, {"loss": compute(individual)})
+        (value,) = recorded.numbers(line, "loss", 1)
+        show("searching", f"{count} of at most {settings.evaluations} scalings, loss {value:.4f}")
+        return value
+
+    best, least = search(settings, starts, settings.reach * extension.ratio, loss)
+    if not math.isfinite(least):
+        raise UserError(
+            f"{extension.model} has no finite loss with any of {count} scalings: name a model that has not diverged, or leave "
+            "RopeSearch.attention_factor out"
+        )
+    return best, count
+
+
+def _check_folder(out: str) -> None:
+    """Raises UserError if files in the folder would be overwritten that are of no search."""
+    for name in (GIN, REPORT):
+        if os.path.lexists(path := os.path.join(out, name)) and not os.path.lexists(os.path.join(out, EVALUATIONS)):
+            raise UserError(f"{path} exists, and is of no search (there is no {EVALUATIONS}): name another --out")
 
 
 def _compared(

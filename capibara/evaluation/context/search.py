@@ -42,7 +42,7 @@ class RopeSearch:
       iterations: number of generations after the first.
       mutation_probability: of a divisor, and of the number of first tokens.
       reach: the largest divisor, as a multiple of the ratio of the lengths.
-      unscaled_tokens: the numbers of first tokens that are tried. Hugging Face folders and GGUF files hold 0 alone; the paper tries
+      unscaled_tokens: the numbers of first tokens that are tried, beside the 0 of the scalings by formulas. Hugging Face folders and GGUF files hold 0 alone; the paper tries
         0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128 and 256.
       attention_factor: multiplies queries and keys; None: sqrt(1 + ln(ratio) / ln(original length)), as in `Rope`.
       seed: of the draws.
