@@ -148,6 +148,11 @@ class Scorer:
             result = jax.device_get(
                 program(self._params, batch, jnp.asarray(weights_PK[at]), jnp.asarray(scores_PLE[at]))
             )
+            if not np.isfinite(result).all():
+                raise UserError(
+                    f"scores of experts are not finite after {remix.steps} steps: lower RemixExperts.learning_rate "
+                    f"({remix.learning_rate})"
+                )
             yield from result[: len(neighbours) - start]
             done(min(start + at_once, len(neighbours)))
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from capibara.core.types import UserError
 from capibara.evaluation import scoring
 from capibara.evaluation.remix import descent
 from capibara.evaluation.remix.remixing import RemixExperts, layers, unmixed
@@ -143,3 +144,12 @@ def test_only_the_last_layers_are_changed():
     after = np.stack([*scorer.descended(remix, neighbours, weights, starts)])
     np.testing.assert_allclose(after[:, 0], starts[:, 0], rtol=1e-5)
     assert np.abs(after[:, 1] - starts[:, 1]).max() > 1e-3
+
+
+def test_steps_without_end_are_refused():
+    scorer, _, _, neighbours, weights, starts = problem(SIGMOID)
+    remix = dataclasses.replace(REMIX, learning_rate=1e38)
+    with pytest.raises(
+        UserError, match="scores of experts are not finite after 5 steps: lower RemixExperts.learning_rate"
+    ):
+        list(scorer.descended(remix, neighbours, weights, starts))
