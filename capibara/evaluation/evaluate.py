@@ -64,7 +64,7 @@ def files_of(tasks: Sequence[Task]) -> list[str]:
     files: list[str] = []
     for item in [task for task in tasks if isinstance(task, Ours)]:
         lines = [name for name in item.task.files if not tables.is_table(name)]
-        files += [name for name in item.task.files if tables.is_table(name)]
+        files += [path for name in item.task.files if tables.is_table(name) for path in tables.files_of(name)]
         files += disk.listed(f"{item.name}/EvalTask.files", lines, disk.RECORDS)[0] if lines else []
     return files
 

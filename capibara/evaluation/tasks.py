@@ -11,7 +11,7 @@ from typing import Any
 
 from capibara.config import configurable
 from capibara.core import limits
-from capibara.core.fields import FilePath, did_you_mean
+from capibara.core.fields import FilePath, did_you_mean, short
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Preference, read_preference
 from capibara.data.shards import tables
@@ -27,6 +27,7 @@ from capibara.retrieval.contexts import Retrieval
 from capibara.retrieval.index import Index
 from capibara.storage import packed
 
+_LONGEST_GROUP = 200
 _LINE_VALUES = 1_000_000  # largest number of JSON values in a line
 
 
@@ -147,7 +148,7 @@ class EvalTask:
                 continue
             if (value := getattr(self, field.name)) != field.default:
                 raise UserError(
-                    f"EvalTask.{field.name} is {str(value)!r}, and EvalTask.pairs True, whose lines are scored as they are: leave "
+                    f"EvalTask.{field.name} is {short(str(value))}, and EvalTask.pairs True, whose lines are scored as they are: leave "
                     "one out"
                 )
 
@@ -218,8 +219,9 @@ def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index
       UserError: a file is missing, empty or cut off, or a line lacks a key of the task.
     """
     with tempfile.TemporaryDirectory() as folder:
-        paths, _ = disk.listed(f"{name}/EvalTask.files", tables.with_tables(task.files, folder), disk.RECORDS)
-        records, places = _records(paths, limit)
+        files = tables.with_tables(task.files, folder)
+        paths, _ = disk.listed(f"{name}/EvalTask.files", files, disk.RECORDS)
+        records, places = _records(paths, dict(zip(files, task.files)), limit)
     if not records:
         raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) have no lines: write at least one")
     if task.retrieval is not None:
@@ -233,19 +235,22 @@ def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index
     return [dataclasses.replace(item, group=group) for item, group in zip(items, groups)]
 
 
-def _records(paths: Sequence[str], limit: int | None) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The objects of at most `limit` lines, and their files and numbers."""
+def _records(
+    paths: Sequence[str], names: Mapping[str, str], limit: int | None
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The objects of at most `limit` lines, and their files and numbers; `names` has what users call some files."""
     records: list[Mapping[str, Any]] = []
     places: list[str] = []
     for path in paths:
+        name = names.get(path, path)
         try:
             for number, line in packed.lines(path):
                 if limit is not None and len(records) >= limit:
                     break
-                records.append(_record(line.decode(), f"{path}:{number}"))
-                places.append(f"{path}:{number}")
+                records.append(_record(line.decode(), f"{name}:{number}"))
+                places.append(f"{name}:{number}")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
+            raise UserError(f"{name} cannot be read ({type(error).__name__}): name a .jsonl file in UTF-8") from None
     return records, places
 
 
@@ -282,9 +287,11 @@ def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
 
 def _group(record: Mapping[str, Any], key: str, where: str) -> str:
     group = _value(record, key, "EvalTask.group_by", where)
-    if isinstance(group, bool) or not isinstance(group, (str, int)) or not str(group).strip():
+    is_name = isinstance(group, (str, int)) and not isinstance(group, bool)
+    if not is_name or not str(group).strip() or not str(group).isprintable() or len(str(group)) > _LONGEST_GROUP:
         raise UserError(
-            f"{where}: {key!r} is {str(group)[:60]!r}, must be a name or a whole number: give the line's group"
+            f"{where}: {key!r} is {str(group)[:60]!r}, must be a name or a whole number, of at most {_LONGEST_GROUP} printable "
+            "characters: give the line's group"
         )
     return str(group)
 

@@ -84,7 +84,7 @@ def test_lines_of_pairs_have_two_conversations_and_groups_have_names(lines):
         UserError, match="qa.jsonl:1 has no 'subset', which EvalTask.group_by needs: did you mean subsets"
     ):
         items(lines({"prompt": "?", "target": "!", "subsets": "x"}), group_by="subset")
-    for value in ("", " ", None, True, 1.5, ["x"]):
+    for value in ("", " ", None, True, 1.5, ["x"], "a\nb", "\x1b[31m", "x" * 201):
         with pytest.raises(UserError, match="'subset' is .*, must be a name or a whole number"):
             items(lines({"prompt": "?", "target": "!", "subset": value}), group_by="subset")
     with pytest.raises(UserError, match="qa.jsonl:1 is no preference pair: it needs chosen and rejected"):
@@ -121,6 +121,11 @@ def test_tables_are_read_as_lines(tmp_path):
     assert items(str(path)) == [Item("1+1?", "2")]
     name = evaluate.Ours("qa", EvalTask(files=(str(path),), metrics=(exact_match,)), [])
     assert evaluate.files_of([name]) == [str(path)]
+    several = evaluate.Ours("qa", EvalTask(files=(f"{tmp_path}/q*.csv",), metrics=(exact_match,)), [])
+    assert evaluate.files_of([several]) == [str(path)]
+    path.write_text("prompt\n1+1?\n")
+    with pytest.raises(UserError, match=f"^{path}:1 has no 'target'"):
+        items(str(path))
     with pytest.raises(UserError, match="none.parquet does not exist"):
         items(str(tmp_path / "none.parquet"))
 

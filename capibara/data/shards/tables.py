@@ -44,13 +44,22 @@ def is_table(name: str) -> bool:
     return name.lower().endswith(_TABLES) or _named(name) is not None
 
 
+def files_of(name: str) -> list[str]:
+    """The files of a table; of a data set of the Hub its name."""
+    return [entry.url for entry in _entries(name)] if name.lower().endswith(_TABLES) else [name]
+
+
+def _entries(name: str) -> Sequence[Entry]:
+    if not (entries := stores.of(name).matching(name)):
+        raise UserError(f"{name} does not exist: name a file, or a glob such as *{os.path.splitext(name)[1].lower()}")
+    return entries
+
+
 def _as_lines(name: str, folder: str, show: Show) -> str:
     """The file of JSON lines of a table; the name itself of what is none."""
     suffix = os.path.splitext(name)[1].lower()
     if suffix in _TABLES:
-        entries = stores.of(name).matching(name)
-        if not entries:
-            raise UserError(f"{name} does not exist: name a file, or a glob such as *{suffix}")
+        entries = _entries(name)
         form, key = (_of_parquet if suffix == ".parquet" else _of_csv), " ".join(map(_version, entries))
         return _written(name, (row for entry in entries for row in form(entry)), key, folder, show)
     if (named := _named(name)) is None:
