@@ -224,8 +224,8 @@ class Output:
             if error is not None and self._recorder is not None:
                 with contextlib.suppress(UserError):  # a full disk, which the error says already
                     self._recorder.fail(error)
-            if isinstance(error, UserError) and not self._has_parts():
-                # What is tried next has other settings or inputs, and nothing here is worth keeping to these.
+            if error is not None and not self._has_parts():
+                # What is tried next may have other settings or inputs, and nothing here is worth keeping to these.
                 shutil.rmtree(os.path.join(self.folder, _BUILDING), ignore_errors=True)
         finally:
             self.close()

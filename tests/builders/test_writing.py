@@ -124,6 +124,20 @@ def test_a_mistake_that_leaves_no_whole_part_binds_the_folder_to_nothing(tmp_pat
         Output(folder, "sets", {"field": "d"}, inputs)
 
 
+def test_an_interrupt_keeps_whole_parts_of_any_kind_and_binds_the_folder_to_nothing_else(tmp_path, inputs):
+    folder = str(tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt), Output(folder, "sets", {"field": "a"}, inputs):
+        raise KeyboardInterrupt
+    for error in (KeyboardInterrupt, UserError):
+        with pytest.raises(error), Output(folder, "sets", {"field": "b"}, inputs) as output:
+            if output.scratch.done("signatures/0") is None:
+                with output.scratch.write("signatures/0") as part:
+                    part.write(b"1")
+            raise error("no line")
+    with Output(folder, "sets", {"field": "b"}, inputs) as output:
+        assert output.scratch.done("signatures/0") is not None
+
+
 def test_a_part_that_is_written_again_is_not_recorded_until_it_is_whole(tmp_path, inputs):
     with Output(str(tmp_path / "out"), "sets", {}, inputs) as output:
         with output.part("a.jsonl") as part:
