@@ -72,6 +72,13 @@ def report(run_dir, data, tmp_path_factory):
         return out, json.load(file)
 
 
+def mean_loss(loaded, ids) -> float:
+    batch = {"tokens": ids[:, :-1], "segment_ids": np.ones_like(ids[:, 1:])}
+    batch["positions"] = np.broadcast_to(np.arange(ids.shape[1] - 1, dtype=np.int32), ids[:, 1:].shape)
+    logits = loaded.model.logits(loaded.params, batch)
+    return -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), ids[:, 1:, None], axis=-1).mean()
+
+
 def test_the_report_has_what_the_written_bindings_compute(run_dir, data, report):
     out, told = report
     assert told["original_length"] == 32 and told["documents"] == told["test_documents"] == 2
@@ -84,13 +91,12 @@ def test_the_report_has_what_the_written_bindings_compute(run_dir, data, report)
     rope = extended.model.config.rope
     assert rope.scaling == "longrope" and list(rope.long_factors) == told["factors"] and rope.theta == 500.0
     assert extended.dataset.length == extended.model.config.max_length == 128
-    texts = [json.loads(line)["text"] for line in open(data)][1:3]
+    texts = [json.loads(line)["text"] for line in open(data)][1:]
     ids = np.array([extended.tokenizer.prompt_ids(text)[:129] for text in texts], np.int32)
-    batch = {"tokens": ids[:, :-1], "segment_ids": np.ones((2, 128), np.int32)}
-    batch["positions"] = np.tile(np.arange(128, dtype=np.int32), (2, 1))
-    logits = extended.model.logits(extended.params, batch)
-    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), ids[:, 1:, None], axis=-1)
-    assert told["loss"]["longrope"] == pytest.approx(-chosen.mean(), rel=1e-4)
+    assert told["loss"]["longrope"] == pytest.approx(mean_loss(extended, ids[:2]), rel=1e-4)
+    assert told["test"]["longrope"] == pytest.approx(mean_loss(extended, ids[2:]), rel=1e-4)
+    assert told["short"]["unchanged"] == pytest.approx(mean_loss(models.load(run_dir), ids[2:, :33]), rel=1e-4)
+    config.reset()
 
 
 def test_config_json_says_what_transformers_reads(run_dir, report, tmp_path):

@@ -138,6 +138,19 @@ def test_the_descent_comes_near_the_least_loss_of_a_direct_minimisation():
     assert got - least < 0.05 * (first - least)
 
 
+def test_the_learning_rate_falls_along_a_cosine():
+    """Of two steps the second has half the rate of the first: as two descents of a step each."""
+    scorer, _, _, neighbours, weights, starts = problem()
+    both = dataclasses.replace(REMIX, steps=2, learning_rate=2.0)
+    scores = starts
+    for rate in (2.0, 1.0):
+        one = dataclasses.replace(REMIX, steps=1, learning_rate=rate)
+        scores = np.stack([*scorer.descended(one, neighbours, weights, scores)])
+    together = np.stack([*scorer.descended(both, neighbours, weights, starts)])
+    np.testing.assert_allclose(together, scores, rtol=1e-4, atol=1e-6)
+    assert np.abs(together - starts).max() > 1e-2
+
+
 def test_only_the_last_layers_are_changed():
     scorer, _, _, neighbours, weights, starts = problem()
     remix = dataclasses.replace(REMIX, layers=1)

@@ -221,6 +221,33 @@ def test_choices_are_scored_with_experts_of_descent(run):
     assert np.abs(np.subtract(scores["gradient"], scores["one step"])).max() > 1e-5
 
 
+def test_a_descent_begins_at_the_prompts_own_scores_and_reads_right_answers(run, monkeypatch):
+    asked = []
+
+    def descended(self, remix, neighbours, weights_PK, scores_PLE, done):
+        asked.append((neighbours, weights_PK, scores_PLE))
+        return iter(scores_PLE)
+
+    monkeypatch.setattr(Scorer, "descended", descended)
+    remix = cb.RemixExperts(references=(str(run / "references.jsonl"),), method="neighborhood_gradient")
+    subject, plain = open_subject(str(run / "run")), task(run)
+    items = read_items("t", plain)
+    with Predictions(None, {}) as recorded:
+        answers.ranked(subject, "t", task(run, remix=remix), items, recorded, lambda topic, detail: None)
+    [(neighbours, weights, scores)] = asked
+    pairs_of = lambda item: [*answers._pairs(subject, plain, item)]  # noqa: E731
+    right = {}
+    for item in read_items("t", dataclasses.replace(plain, files=remix.references)):
+        pair = pairs_of(item)[item.target]
+        right[tuple(pair.context), tuple(pair.continuation)] = item.target
+    chosen = {(tuple(pair.context), tuple(pair.continuation)) for of_prompt in neighbours for pair in of_prompt}
+    assert chosen <= right.keys() and any(right[pair] for pair in chosen), "not the first choices alone"
+    prompts = subject.scorer([pairs_of(item)[0]._replace(routing=unmixed(subject.model.config)) for item in items])
+    np.testing.assert_allclose(scores, [prompt.pathway.scores for prompt in prompts], rtol=1e-5)
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
+    config.reset()
+
+
 def test_references_that_are_all_answered_wrongly_are_refused(run):
     wrong = run / "wrong.jsonl"
     lines = [json.loads(line) for line in (run / "references.jsonl").read_text().splitlines()]
