@@ -127,3 +127,10 @@ def test_what_keeps_to_a_grammar_is_read_as_calls(vocabulary, form):
 def test_an_unknown_form_is_refused():
     with pytest.raises(UserError, match="form of the model's calls is not known: leave tool_choice out"):
         Dialect().grammar(TOOLS, ["look"], True)
+
+
+def test_every_literal_of_a_call_is_a_token_where_the_tokenizer_has_it():
+    (form,) = [form for form in table.FORMS if form.name == "hy 3"]
+    marks = ("<tool_calls>", "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_value>", "</tool_calls>")
+    dialect = Dialect(form, None, {mark: number for number, mark in enumerate(marks, 500)})
+    assert {*range(500, 506)} <= {*dialect.spelled}, "a special token that is not spelled is not in the text"

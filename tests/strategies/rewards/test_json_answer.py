@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 
 import pytest
 
 from capibara.core.types import UserError
-from capibara.strategies.rewards import json_answer
+from capibara.strategies.rewards import json_answer, math_process
 from capibara.strategies.rewards.json_answer import JsonAnswer
+from capibara.strategies.rewards.math_answer import MathAnswer
 
 SCHEMA = {
     "type": "object",
@@ -109,3 +111,12 @@ def test_references_are_looked_up_in_one_pass():
     begin_s = time.monotonic()
     JsonAnswer().check_record({"schema": many})
     assert time.monotonic() - begin_s < 10  # one pass for each reference takes 20 s
+
+
+def test_processes_of_verifiers_have_bounds_on_their_memory():
+    """Of their address space, once they are ready."""
+    assert JsonAnswer(seconds=60.0)("", "1", {"schema": {"type": "integer"}}) == 1
+    MathAnswer(seconds=60.0).check_record({"answer": "$71$"})
+    everyone = [*json_answer._processes()._all, *math_process.verifying()._processes._all]
+    limits = [resource.prlimit(item._process.pid, resource.RLIMIT_AS) for item in everyone if item._process]
+    assert len(limits) >= 2 and {*limits} == {(2**31, 2**31)}
