@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ _MOST_CHARACTERS = 1 << 18  # of a grammar
 _MOST_CHOICES = 1999  # llguidance follows at most 2000 alternatives at once
 # llguidance's defaults allow 500 MB for one grammar: 250,000 states of 2 kB (its documentation).
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "initial_lexer_fuel": 500_000}
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a schema within Lark's notation may have ::= in a text
 # Without a bound, white space between JSON's tokens is what many models write until their last token.
 _WHITE_SPACE = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
 
@@ -181,7 +183,7 @@ def _lark(text: str) -> str:
     Raises:
       ValueError: it is no GBNF.
     """
-    if "::=" not in text:
+    if not _GBNF_RULE.search(text):
         return text
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

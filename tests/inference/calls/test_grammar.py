@@ -134,3 +134,11 @@ def test_every_literal_of_a_call_is_a_token_where_the_tokenizer_has_it():
     marks = ("<tool_calls>", "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_value>", "</tool_calls>")
     dialect = Dialect(form, None, {mark: number for number, mark in enumerate(marks, 500)})
     assert {*range(500, 506)} <= {*dialect.spelled}, "a special token that is not spelled is not in the text"
+
+
+def test_a_schema_may_describe_a_grammar(vocabulary):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "root ::= 1"}}}
+    for form in table.FORMS:
+        ids = {name: token for token in range(vocabulary.size) if (name := vocabulary.spelling(token))}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        Grammars(vocabulary).matcher(Dialect(form, None, ids).grammar(tools, ["f"], False))
