@@ -141,6 +141,7 @@ def test_a_grammar_lets_arguments_have_what_their_schema_allows():
         ({"x": {"type": "array", "minItems": "a"}}, "tool f has minItems 'a', must be a whole number from 0"),
         ({"x": {"type": "array", "maxItems": float("inf")}}, "tool f has maxItems inf, must be a whole number from 0"),
         ({"x": {"type": "array", "minItems": -1}}, "tool f has minItems -1, must be"),
+        ({"x": {"type": "array", "minItems": 5, "maxItems": 2}}, "tool f has minItems 5 above maxItems 2: correct"),
     ],
 )
 def test_schemas_that_no_call_can_keep_to_are_refused(properties, message):

@@ -189,6 +189,8 @@ class _Elements:
         if types == {"array"} and depth < _DEEPEST:
             item = self._element(_ITEM, self._arguments.items_of(resolved), depth + 1)
             least, most = self._count(resolved, "minItems") or 0, self._count(resolved, "maxItems")
+            if most is not None and most < least:
+                raise UserError(f"tool {self._name} has minItems {least} above maxItems {most}: correct its schema")
             return f"({item}){{{least},{'' if most is None else most}}}"
         if types == {"object"} and depth < _DEEPEST and self._tools.properties(resolved):
             return self._object(resolved, depth)
