@@ -313,7 +313,7 @@ def test_mistakes(subject, tmp_path):
     (tmp_path / "mc.yaml").write_text(CHOICES.format(path=tmp_path / "none.jsonl"))
     with pytest.raises(UserError, match="--harness=mc: its data is not available"):
         harness.evaluate(subject, ["mc"], Harness(), str(tmp_path))
-    with pytest.raises(UserError, match=r"\(or Harness.chat\) needs a tokenizer"):
+    with pytest.raises(UserError, match=r"\(or EvalTask.pairs, or Harness.chat\) needs a tokenizer"):
         harness.evaluate(subject, ["mc"], Harness(chat=True), str(tmp_path))
 
 

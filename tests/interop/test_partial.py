@@ -47,7 +47,7 @@ def writer():
         process.wait()
 
 
-@pytest.mark.parametrize("kind", ["whole", "beside"])
+@pytest.mark.parametrize("kind", ["whole", "scratch"])
 def test_only_a_killed_writers_partial_output_is_removed(writer, tmp_path, kind, caplog):
     path = tmp_path / "model.gguf"
     killed, left = writer(path, kind)

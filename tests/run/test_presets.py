@@ -27,7 +27,7 @@ GIVEN = {
     "MODEL_DIR": "'run'", "TRAIN_STEPS": "100", "INIT_FROM": "'start'", "FILES": "('a.jsonl',)", "FOLDER": "'set'",
     "TOKENIZER": "'model'", "DATASET_PATH": "'set'", "MODELS": "('a', 'b')", "EXCHANGE": "'exchange'",
     "REWARDS": "(@exact_answer,)", "NAME": "'a'", "CHOICES": "('a.jsonl',)", "QUESTIONS": "('a.jsonl',)",
-    "PROBLEMS": "('a.jsonl',)", "TEXTS": "('a.jsonl',)", "RULER": "('a.jsonl',)", "INDEX": "'index'",
+    "PROBLEMS": "('a.jsonl',)", "TEXTS": "('a.jsonl',)", "RULER": "('a.jsonl',)", "PAIRS": "('a.jsonl',)", "INDEX": "'index'",
 }  # fmt: skip
 
 

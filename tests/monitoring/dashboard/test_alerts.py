@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite(run):
 
 def test_a_stall_begins_and_ends(run):
     news = []
-    board = Board(Rules(), lambda alert: news.append((alert.found.kind, alert.ended_s is None)))
+    board = Board(Rules(), lambda alert: news.append((alert.finding.kind, alert.ended_s is None)))
     add(run, *(line(step, noisy(step)) for step in range(1, 50)))
     board.check(run, NOW_S + 60, is_due=True)
     board.check(run, NOW_S + 400, is_due=True)
@@ -97,7 +97,7 @@ def test_a_stall_begins_and_ends(run):
     add(run, {**line(50), "time": NOW_S + 510})
     board.check(run, NOW_S + 511, is_due=True)
     assert news == [(Kind.STALL, True), (Kind.STALL, False)] and board.active(run.id) == 0
-    assert [alert.found.kind for alert in board.all(run.id)] == [Kind.STALL]
+    assert [alert.finding.kind for alert in board.all(run.id)] == [Kind.STALL]
 
 
 def test_what_happened_long_ago_is_no_news(run):
@@ -111,7 +111,7 @@ def test_what_happened_long_ago_is_no_news(run):
     )
     add(run, {"kind": "event", "step": 199, "time": NOW_S + 200, "event": "end", "reason": "finished"})
     board.check(run, NOW_S + 100_000, is_due=True)
-    assert not news and [alert.found.kind for alert in board.all()] == [Kind.SPIKE]
+    assert not news and [alert.finding.kind for alert in board.all()] == [Kind.SPIKE]
 
 
 def test_low_goodput_and_a_full_disk(run):

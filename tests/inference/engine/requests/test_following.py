@@ -41,7 +41,7 @@ class Recorded(Engine):
             return call
 
         self._core.runner._programs = programs._replace(
-            **{name: noted(name) for name in ("admit", "step", "verify", "one", "row")}
+            **{name: noted(name) for name in ("admit", "step", "verify", "take_row", "row")}
         )
 
 
