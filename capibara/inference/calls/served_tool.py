@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from capibara.inference.calls.parsing.tools import dumped
+
 Json = dict[str, Any]
 
 
@@ -40,7 +42,8 @@ def result_of(function: Callable[..., Any], arguments: Any, most: int) -> str:
       most: a longer text is cut.
     """
     try:
-        values = json.loads(arguments) if isinstance(arguments, str) else arguments
+        # A model may write half of a surrogate pair, which no tokenizer and no response can have.
+        values = json.loads(dumped(json.loads(arguments))) if isinstance(arguments, str) else arguments
         result = function(**values)
     except Exception as error:  # whatever a tool raises is what the model is told
         return f"error: {type(error).__name__}: {error}"[:most]

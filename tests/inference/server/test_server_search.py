@@ -10,6 +10,7 @@ import threading
 import types
 
 import anthropic
+import openai
 import pytest
 
 import capibara as cb
@@ -26,7 +27,7 @@ from capibara.multihost import exits
 from capibara.retrieval.index import Hit
 from capibara.retrieval.tool import IndexSearch, SearchTool
 from tests.inference.server.test_other_apis import TEMPLATE
-from tests.inference.server.test_server import Running
+from tests.inference.server.test_server import Running, until
 from tests.inference.server.test_tool_calls import chat_of
 from tests.inference.server.test_tool_choice import HOT, served_with
 
@@ -184,6 +185,7 @@ def test_several_searches_of_a_message_are_answered_together(running, model):
         (called("search", text="a"), "error: TypeError: "),
         (called("search"), "error: TypeError: "),
         (called("search", query=5), "error: AttributeError: "),
+        (called("search", **{"\ud800": "a"}), "error: TypeError: "),
     ],
 )
 def test_a_search_that_fails_is_told_to_the_model(running, model, call, error):
@@ -209,8 +211,17 @@ def test_the_tokens_of_all_texts_have_the_limit_of_the_request(running, model):
     _, answer = post(running, max_tokens=most)
     assert answer["usage"]["completion_tokens"] == most and answer["choices"][0]["finish_reason"] == "length"
     model.prompts.clear()
+    status, answer = post(running, max_tokens=2700)  # more than the chunks leave: the prompts have 755 of 3000
+    assert status == 200 and answer["choices"][0]["message"]["content"].endswith("By flock.")
+    model.prompts.clear()
     _, answer = post(running, max_tokens=tokens(FIRST))
     assert len(model.prompts) == 1 and answer["searches"][0]["error"].startswith("not answered: at most 2 rounds")
+
+
+def test_half_of_a_surrogate_pair_is_left_out_of_a_query(running, model):
+    model.says = [called("search", query="lock\ud800 files") + "<|end|>", LAST]
+    status, answer = post(running)
+    assert status == 200 and answer["searches"] == [FOUND]
 
 
 def test_a_malformed_search_is_content(running, model):
@@ -247,12 +258,60 @@ def test_a_server_that_stops_waits_for_the_text_after_a_search(served, chat, mod
         thread = threading.Thread(target=lambda: answers.append(post(running)[0]))
         thread.start()
         assert begun.wait(30)
-        assert running.service.texts == 0 and running.http("GET", "/health")[0] == 200, "others go on meanwhile"
+        assert running.service.texts == 1 and running.http("GET", "/health")[0] == 200, "others go on meanwhile"
         running.service.drain()
         assert running.service.drained() == (status == 503)
         gate.set()
         thread.join(30)
     assert answers == [status] and len(model.prompts) == (2 if status == 200 else 1)
+
+
+def test_a_chat_that_searches_keeps_its_place_in_the_queue(served, chat, model):
+    searched, gate, answers = threading.Semaphore(0), threading.Event(), []
+
+    def slow(query, k):
+        searched.release()
+        gate.wait(30)
+        return search(query, k)
+
+    model.says = [f"{SEARCH}\n{SEARCH}<|end|>", LAST]
+    tool = IndexSearch(types.SimpleNamespace(search=slow), 2, 4000)
+    searching = dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat, length=3000, tool=tool)
+    with Running(searching, ServerConfig(queue=0)) as running:  # and two slots
+        post_one = lambda: answers.append(post(running))  # noqa: E731
+        threads = [threading.Thread(target=post_one) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            assert searched.acquire(timeout=30)
+            model.prompts.clear()
+        status, answer = post(running)
+        assert status == 429 and answer["error"]["message"] == "2 texts are in progress: try again"
+        gate.set()
+        for thread in threads:
+            thread.join(30)
+    assert [status for status, _ in answers] == [200, 200]
+
+
+def test_a_client_that_leaves_ends_its_searches(served, chat, model):
+    begun, gate, queries = threading.Event(), threading.Event(), []
+
+    def slow(query, k):
+        queries.append(query)
+        begun.set()
+        gate.wait(30)
+        return search(query, k)
+
+    model.says = [SEARCH * 5 + "<|end|>", LAST]
+    tool = IndexSearch(types.SimpleNamespace(search=slow), 2, 4000)
+    searching = dataclasses.replace(served, vocabulary=chat.vocabulary, chat=chat, length=3000, tool=tool)
+    with Running(searching) as running:
+        with pytest.raises(openai.APITimeoutError):
+            running.client().with_options(timeout=0.5).chat.completions.create(**OPTIONS)
+        assert begun.is_set()
+        until(lambda: running.service.texts == 0)
+        gate.set()
+        assert post(running, tool_choice="none")[0] == 200
+    assert queries == ["lock files"]
 
 
 CLASH = {"type": "function", "function": {"name": "search", "parameters": {}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from capibara.inference.calls.parsing.tools import Tools
@@ -92,10 +93,14 @@ def course_of(
     parallel, limit = request.parallel_tool_calls is not False, request.longest[1]
 
     def after(messages: Sequence[Json], written: int) -> RequestedText:
-        left = None if limit is None else limit - written
-        changes = {"messages": [*request.messages, *messages], "max_tokens": None, "max_completion_tokens": left}
-        changes |= {"seed": sampling.seed, **dict.fromkeys(("tool_choice", "min_tokens", "prompt_logprobs"))}
-        return asking(request.model_copy(update=changes))
+        unset = ("tool_choice", "min_tokens", "prompt_logprobs", "max_tokens", "max_completion_tokens")
+        changes = {"messages": [*request.messages, *messages], "seed": sampling.seed, **dict.fromkeys(unset)}
+        ask = asking(request.model_copy(update=changes))
+        # Chunks may leave less room than the limit of the request, which is no fault of the client's.
+        most = ask.sampling.max_new_tokens if limit is None else min(limit - written, ask.sampling.max_new_tokens)
+        least = min(ask.sampling.min_new_tokens, most)
+        shorter = dataclasses.replace(ask.sampling, max_new_tokens=most, min_new_tokens=least)
+        return dataclasses.replace(ask, sampling=shorter)
 
     return Searching(served.tool, config.search_rounds, request.tools or [], parallel, limit, after)
 

@@ -75,6 +75,7 @@ class Answers(abc.ABC):
 
     Attributes:
       deadline_s: by time.monotonic.
+      texts: how many wait or run; of an answer that is made of several, the most that are drawn together, until it ends.
 
     Raises (during iteration):
       Refusal: the deadline has passed, or the texts were cancelled.
@@ -82,6 +83,7 @@ class Answers(abc.ABC):
     """
 
     deadline_s: float
+    texts: int
 
     @abc.abstractmethod
     def __aiter__(self) -> AsyncIterator[tuple[int, Piece | Completion]]: ...
@@ -106,7 +108,7 @@ class StreamedTexts(Answers):
     """
 
     def __init__(self, streams: Sequence[Stream], deadline_s: float, ended: Callable[[StreamedTexts, Item], None]):
-        self.deadline_s, self.left = deadline_s, len(streams)
+        self.deadline_s, self.texts = deadline_s, len(streams)
         self._streams, self._ended = streams, ended
         self._arrived: asyncio.Queue[tuple[int, Item]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -142,7 +144,7 @@ class StreamedTexts(Answers):
     def _take(self, index: int, item: Item) -> None:
         self._arrived.put_nowait((index, item))
         if not isinstance(item, Piece):
-            self.left -= 1
+            self.texts -= 1
             self._ended(self, item)
 
 
@@ -165,7 +167,7 @@ class LongAnswer(Answers):
         draw: Callable[[Sequence[RequestedText], float], Answers],
         ended: Callable[[Answers], None],
     ):
-        self.deadline_s = deadline_s
+        self.deadline_s, self.texts = deadline_s, course.texts
         self._ask, self._course, self._draw, self._ended = ask, course, draw, ended
         self._drawn: Answers | None = None
         self._cancelled = False
@@ -185,16 +187,21 @@ class LongAnswer(Answers):
 
     def draw(self, asks: Sequence[RequestedText]) -> Answers:
         """Submits texts; raises Refusal: it was cancelled."""
-        if self._cancelled:
-            raise shutting_down()
+        self._check()
         self._drawn = self._draw(asks, self.deadline_s)
         return self._drawn
 
     async def call(self, pool: Executor, function: Callable[[], T]) -> T:
-        """Calls a function in a thread of a pool; raises Refusal: it took too long."""
+        """Calls a function in a thread of a pool; raises Refusal: it took too long, or the answer was cancelled."""
+        self._check()
         try:
             async with asyncio.timeout(self.deadline_s - time.monotonic()):
                 return await asyncio.get_running_loop().run_in_executor(pool, function)
         except TimeoutError:
             self.cancel()
             raise Refusal(504, "the answer took too long: ask for less", code="timeout") from None
+
+    def _check(self) -> None:
+        """Raises Refusal if it was cancelled."""
+        if self._cancelled:
+            raise shutting_down()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -56,7 +57,9 @@ class Searching(Course):
                 reports += [_arguments(call) | {"error": f"not answered: {why}"} for call in calls]
             if why or not calls:
                 break
-            results = await answer.call(threads.READING, lambda: [self.tool.answer(_text(call)) for call in calls])
+            # One by one: searches of others go between them, and none follows a client that has left.
+            answering = [functools.partial(self.tool.answer, _text(call)) for call in calls]
+            results = [await answer.call(threads.READING, function) for function in answering]
             reports += [result.report for result in results]
             messages += [message, *(_result(call, result.text) for call, result in zip(calls, results))]
             asks.append(await answer.call(threads.PREPARING, lambda: self.asking(messages, written)))

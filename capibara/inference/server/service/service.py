@@ -227,7 +227,6 @@ class Service:
     Attributes:
       config: the limits; defaults until it is ready.
       served: the model; None: not loaded yet.
-      texts: number of queued and running texts.
       body_bytes: total size of the bodies that are being received.
       freed_bytes: size of the bodies received since this was last set to 0.
       parsing: a lock, held while a body is parsed.
@@ -236,7 +235,6 @@ class Service:
     def __init__(self, watch: Watch):
         self.config = ServerConfig()
         self.served: Served | None = None
-        self.texts = 0
         self.body_bytes = self.freed_bytes = 0
         self.parsing = asyncio.Lock()
         self._watch = watch
@@ -251,6 +249,11 @@ class Service:
         if self._draining_since_s is not None:
             return State.DRAINING
         return State.LOADING if self.served is None else State.READY
+
+    @property
+    def texts(self) -> int:
+        """Number of queued and running texts; an answer between two of its texts keeps its place."""
+        return sum(answers.texts for answers in self._answers)
 
     @property
     def load(self) -> Load:
@@ -320,13 +323,15 @@ class Service:
         """
         deadline_s, course = began_s + self.config.timeout_s, asks[0].course
         self.check_room(len(asks) if course is None else course.texts)
+        answers: Answers
         if course is None:
-            return self.draw(asks, deadline_s)
-        answer = LongAnswer(asks[0], course, deadline_s, self.draw, self._answers.discard)
-        self._answers.add(answer)
-        return answer
+            answers = self._draw(asks, deadline_s)
+        else:
+            answers = LongAnswer(asks[0], course, deadline_s, self._draw, self._answers.discard)
+        self._answers.add(answers)
+        return answers
 
-    def draw(self, asks: Sequence[RequestedText], deadline_s: float) -> StreamedTexts:
+    def _draw(self, asks: Sequence[RequestedText], deadline_s: float) -> StreamedTexts:
         """Submits texts of a request that was admitted, until `deadline_s` by time.monotonic; errors as in `ask`."""
         assert self.served is not None, "it has admitted the request"
         engine, streams = self.served.engine, list[Stream]()
@@ -340,10 +345,7 @@ class Service:
             for stream in streams:
                 stream.cancel()
             raise
-        answers = StreamedTexts(streams, deadline_s, self._ended)
-        self._answers.add(answers)
-        self.texts += len(streams)
-        return answers
+        return StreamedTexts(streams, deadline_s, self._ended)
 
     def drain(self) -> None:
         """Admits no more requests."""
@@ -367,8 +369,7 @@ class Service:
         return time.monotonic() - self._failed_since_s >= seconds
 
     def _ended(self, answers: StreamedTexts, item: Item) -> None:
-        self.texts -= 1
-        if not answers.left:
+        if not answers.texts:
             self._answers.discard(answers)
         if isinstance(item, Completion):
             self._watch.text(item)
