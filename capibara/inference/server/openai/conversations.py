@@ -57,15 +57,15 @@ def rendering(param: str) -> Iterator[None]:
         raise Refusal(400, f"the chat template fails{why}", param=param, code="invalid_messages") from None
 
 
-def conversation_of(record: dict[str, Any]) -> Conversation:
-    """The conversation of a request.
+def conversation_of(record: dict[str, Any], where: str = "the request") -> Conversation:
+    """The conversation of a request; `where` is its name in errors.
 
     Raises:
       Refusal: it is malformed.
     """
     _check_keys(record["messages"])
     try:
-        return read_conversation(record, "the request", Format.MESSAGES)
+        return read_conversation(record, where, Format.MESSAGES)
     except UserError as error:
         raise Refusal(400, quoted(str(error)), param="messages", code="invalid_messages") from None
     except RecursionError:  # JSON within JSON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 from capibara.data.chat.formats import Conversation
@@ -114,21 +113,24 @@ def _texts(value: Any, param: str, served: Served, config: ServerConfig) -> list
 
 
 def _of_conversations(
-    messages: Sequence[Any], scorer: RewardModel, served: Served, config: ServerConfig
+    messages: list[Any], scorer: RewardModel, served: Served, config: ServerConfig
 ) -> list[RenderedAnswer]:
     """What is read of conversations, or of one."""
-    each = list(messages) if messages and all(isinstance(item, list) for item in messages) else [list(messages)]
-    if len(each) > config.max_embeddings:
-        message = f"{len(each)} messages: at most {config.max_embeddings} texts in all"
+    if not messages or not all(isinstance(item, list) for item in messages):
+        return [_of_conversation(messages, "messages", scorer, served, config)]
+    if len(messages) > config.max_embeddings:
+        message = f"{len(messages)} conversations: at most {config.max_embeddings} texts in all"
         raise Refusal(400, message, param="messages", code="too_many_texts")
-    return [_of_conversation(item, f"messages[{number}]", scorer, served, config) for number, item in enumerate(each)]
+    return [
+        _of_conversation(item, f"messages[{number}]", scorer, served, config) for number, item in enumerate(messages)
+    ]
 
 
 def _of_conversation(
     messages: list[Any], where: str, scorer: RewardModel, served: Served, config: ServerConfig
 ) -> RenderedAnswer:
     bounds.check_conversation(messages, None, served, config)
-    conversation = conversation_of({"messages": messages})
+    conversation = conversation_of({"messages": messages}, where)
     *before, last = conversation.messages
     if last["role"] != "assistant" or not last["content"] or set(last) & {"tool_calls", "reasoning_content"}:
         message = f"{where} ends with {brief(messages[-1])}, must end with an answer of the assistant, of text alone"
