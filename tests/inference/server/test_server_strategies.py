@@ -84,6 +84,8 @@ def test_the_answer_is_the_strategys_and_usage_counts_all_texts(running, served)
         "name": "self_consistency", "texts": 4, "tokens": written, "tie": True,
     }  # fmt: skip
     assert "thinking_strategy" not in post(running)[1]
+    _, again = post(running, thinking_strategy=VOTE)  # its prompt is in the cache, and counts once
+    assert 0 < again["usage"]["prompt_tokens_details"]["cached_tokens"] < length
 
 
 def test_the_chosen_text_is_whole_with_its_own_tokens(served):
@@ -114,6 +116,9 @@ def test_rounds_ask_again_with_the_previous_answer(running, served, submitted):
     assert [len(ids) for ids, *_ in submitted] == prompts and {seed for _, seed, _ in submitted} == {7}
     assert answer["usage"]["prompt_tokens"] == sum(prompts) and answer["usage"]["completion_tokens"] == written
     assert answer["thinking_strategy"]["answers"] == [result.text.strip() for result in results]
+    submitted.clear()
+    assert post(running, thinking_strategy={"name": "rounds", "rounds": 3}, seed=None)[0] == 200
+    assert len(submitted) == 3 and len({seed for _, seed, _ in submitted}) == 1
 
 
 def test_a_turn_of_text_parts_is_asked_again_as_text(running, served, submitted):
@@ -189,9 +194,11 @@ REFUSED = {
     "no name": ({"thinking_strategy": {"samples": 3}}, "must be an object whose name is one of"),
     "a list": ({"thinking_strategy": {"name": ["rounds"]}}, "must be an object whose name is one of"),
     "none with options": ({"thinking_strategy": {"name": "none", "samples": 2}}, "must be an object whose name"),
-    "too many samples": ({"thinking_strategy": VOTE | {"samples": 6}}, r"has samples 6, must be at most 5 \(ServerConfig.max_texts\)"),
-    "too many rounds": ({"thinking_strategy": {"name": "rounds", "rounds": 4}}, r"has rounds 4, must be at most 3 \(ServerConfig.max_rounds\)"),
-    "no samples": ({"thinking_strategy": VOTE | {"samples": 0}}, "SelfConsistency.samples is 0, must be from 1"),
+    "too many samples": ({"thinking_strategy": VOTE | {"samples": 6}}, r"has samples 6, must be from 1 to 5 \(ServerConfig.max_texts\)"),
+    "too many rounds": ({"thinking_strategy": {"name": "rounds", "rounds": 4}}, r"has rounds 4, must be from 1 to 3 \(ServerConfig.max_rounds\)"),
+    "no samples": ({"thinking_strategy": VOTE | {"samples": 0}}, "has samples 0, must be from 1 to 5"),
+    "a huge number": ({"thinking_strategy": {"name": "rounds", "rounds": 10**300}}, r"has rounds 10+\.\.\., must be from 1 to 3"),
+    "the usual samples": ({"thinking_strategy": {"name": "self_consistency"}}, "has samples 8, must be at most 5"),
     "a truth": ({"thinking_strategy": VOTE | {"samples": True}}, "has samples True, must be of type int"),
     "a text for a number": ({"thinking_strategy": VOTE | {"samples": "4"}}, "has samples '4', must be of type int"),
     "a pattern": ({"thinking_strategy": VOTE | {"pattern": "(a+)+b"}}, "has 'pattern', a request has samples of self_consistency"),

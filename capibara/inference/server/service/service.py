@@ -125,10 +125,15 @@ class ServerConfig:
                     f"ServerConfig.allowed_origins has {origin!r}, must be of pages: try 'https://example.com'"
                 )
 
+    @property
+    def strategy_limits(self) -> dict[str, tuple[str, int]]:
+        """Options of strategies -> the field that limits each, and its value."""
+        return {"samples": ("max_texts", self.max_texts), "rounds": ("max_rounds", self.max_rounds)}
+
     def check_strategy(self, strategy: Strategy, which: str) -> None:
         """Raises UserError if a strategy draws too many texts; `which` names it in the error."""
         options = dataclasses.asdict(strategy)
-        for name, limit, most in (("samples", "max_texts", self.max_texts), ("rounds", "max_rounds", self.max_rounds)):
+        for name, (limit, most) in self.strategy_limits.items():
             if (count := options.get(name, 1)) > most:
                 raise UserError(f"{which} {name} {count}, must be at most {most} (ServerConfig.{limit}): draw fewer")
 

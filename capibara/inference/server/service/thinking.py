@@ -55,6 +55,10 @@ def strategy_of(value: Any, config: ServerConfig) -> Strategy | None:
             raise _refused(f"{PARAM} has {brief(key)}, a request has {' and '.join(known)} of {name}: leave it out")
         if type(option) is not _OPTIONS[key]:
             raise _refused(f"{PARAM} has {key} {brief(option)}, must be of type {_OPTIONS[key].__name__}")
+        if isinstance(option, int):
+            limit, most = config.strategy_limits[key]
+            if not 1 <= option <= most:
+                raise _refused(f"{PARAM} has {key} {brief(option)}, must be from 1 to {most} (ServerConfig.{limit})")
     default = config.thinking if type(config.thinking) is kind else None
     if default is None and kind is BestOfN:
         raise _refused(f"{PARAM} is {name!r}, whose reward model is the server's: ServerConfig.thinking = @BestOfN()")
