@@ -26,7 +26,7 @@ _SCHEMA = {
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchTool:
-    """The index that a server's model searches.
+    """The index that a model searches.
 
     Attributes:
       index: a folder of `capibara prepare index`.
@@ -43,7 +43,8 @@ class SearchTool:
     def __post_init__(self) -> None:
         for name in ("k", "result_chars"):
             if (value := getattr(self, name)) < 1:
-                raise UserError(f"SearchTool.{name} is {value}, must be at least 1: try {getattr(SearchTool, name)}")
+                fix = getattr(SearchTool, name)
+                raise UserError(f"{type(self).__name__}.{name} is {value}, must be at least 1: try {fix}")
 
 
 @dataclasses.dataclass(frozen=True)
