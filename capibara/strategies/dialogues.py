@@ -153,8 +153,9 @@ class Dialogues:
         tools = conversation.tools or ()
         if not tools or self._dialect.form is None:
             return {"role": "assistant", "content": text}
-        thinks = self._dialect.thinks_after(self._chat.text_after(conversation, "a dialogue"))
-        reader, reply = self._dialect.reader(tools, thinks), Reply()
+        prompt = self._chat.text_after(conversation, "a dialogue")
+        dialect = self._dialect.after(prompt)
+        reader, reply = dialect.reader(tools, dialect.thinks_after(prompt)), Reply()
         reply.add([*reader.add(text), *reader.close()])
         for number, call in enumerate(reply.calls):
             if call["id"] not in text:  # random: a template may write it, and a resumed run reads the same tokens

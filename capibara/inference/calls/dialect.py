@@ -48,6 +48,10 @@ class Dialect:
         reads_calls = has_tools or (is_apart and self.form is not None and self.form.covers_answer)
         return Dialect(self.form if reads_calls else None, self.tags if is_apart else None, self.ids)
 
+    def after(self, prompt: str) -> Dialect:
+        """The dialect in an answer to a prompt: its tags are those that the prompt has opened."""
+        return self if self.tags is None else dataclasses.replace(self, tags=self.tags.after(prompt))
+
     def reader(self, tools: Sequence[Any], thinks: bool) -> Reader:
         """A reader of one text; `thinks`: whether its prompt ends inside a thought."""
         return Reader(self.form, Tools(tools), self.tags, thinks)

@@ -149,6 +149,56 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
         (),
     ),
+    "step 3": (
+        THINK
+        + _section(
+            "\n<｜tool_calls_begin｜>",
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{{ f.name }}">'
+            + EACH
+            + '<steptml:parameter name="{{ k }}">'
+            + TEXT
+            + "</steptml:parameter>{% endfor %}</steptml:invoke><｜tool_call_end｜>",
+            "<｜tool_calls_end｜>",
+        ),
+        (),
+    ),
+    "minicpm 5": (
+        THINK
+        + _xml(
+            '\n<function name="{{ f.name }}">',
+            "<param name=\"{{ k }}\">{{ '<![CDATA[' if v is string }}",
+            "{{ ']]>' if v is string }}</param>",
+            "</function>",
+        ),
+        (),
+    ),
+    "k2 horizon": (
+        THINK.replace("think>", "ifm|think>")
+        + _section(
+            "\n<ifm|tool_calls>\n",
+            "<ifm|tool_call>{{ f.name }}\n"
+            + EACH
+            + "<ifm|arg_key>{{ k }}</ifm|arg_key>\n<ifm|arg_type>{{ v | kind }}</ifm|arg_type>\n<ifm|arg_value>"
+            + TEXT
+            + "</ifm|arg_value>\n{% endfor %}</ifm|tool_call>\n",
+            "</ifm|tool_calls>",
+        ),
+        (),
+    ),
+    "kimi k3": (
+        "{% if m.reasoning %}<|open|>think<|sep|>{{ m.reasoning }}<|close|>think<|sep|>{% endif %}"
+        "<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>"
+        + _section(
+            "<|open|>tools<|sep|>",
+            '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+            + EACH
+            + '<|open|>argument key="{{ k }}" type="{{ v | kind }}"<|sep|>'
+            + TEXT
+            + "<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>",
+            "<|close|>tools<|sep|>",
+        ).removeprefix("{{ m.content }}"),
+        (),
+    ),
     "hy 3": (
         THINK
         + _section(
@@ -246,6 +296,12 @@ def _elements(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _kind(value: object) -> str:
+    """The type of a value in JSON."""
+    names = {bool: "boolean", type(None): "null", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "number")
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment()
     environment.filters |= {
@@ -254,6 +310,7 @@ def _environment() -> jinja2.Environment:
         "gemma": _gemma,
         "escaped": _escaped,
         "elements": _elements,
+        "kind": _kind,
     }
     return environment
 

@@ -42,5 +42,6 @@ def test_broken_turns_are_read(name):
                 assert streamed_thought == thought and [call for call in begun if call in calls] == calls, text
                 assert len(begun) > len(calls) or streamed == content, text
             tags = () if dialect.tags is None else (dialect.tags.open.strip(), dialect.tags.close)
-            if not calls and name not in ("harmony", "solar open", "command") and not any(tag in text for tag in tags):
+            tags += () if dialect.tags is None else dialect.tags.answer
+            if not calls and name not in ("harmony", "solar open") and not any(tag in text for tag in tags):
                 assert content.strip() == text.strip(), "nothing is lost"

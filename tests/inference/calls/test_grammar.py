@@ -42,58 +42,77 @@ TOOLS = [
 TYPES = {"count": int, "flag": bool, "rows": list, "word": str, "tag": str}
 
 
-@pytest.fixture(scope="module")
-def vocabulary(tmp_path_factory):
-    """Bytes, and all markers of all forms as special tokens."""
-    folder = tmp_path_factory.mktemp("tokenizer")
+def vocabulary_of(folder, marks):
+    """Bytes, and these markers as special tokens."""
     letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    marks = {
-        mark for form in table.FORMS for mark in (*form.begins, *form.tokens) if mark[:2] in ("<|", "<｜", "[T", "[A")
-    }
     tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in ["<|eos|>", *sorted(marks)]])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eos|>"}))
     return TokenizerJsonVocabulary(path=str(folder), bos_token="<|eos|>", pad_token="<|eos|>")
 
 
-CLOSERS = ("</parameter>", "</｜DSML｜parameter>", "</arg_value>", "<escape>")
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """All markers of all forms are special tokens."""
+    marks = {mark for form in table.FORMS for mark in (*form.begins, *form.tokens)}
+    singles = [mark for mark in marks if mark[:2] in ("<|", "<｜", "[T", "[A") and mark.count("<") <= 1]
+    return vocabulary_of(tmp_path_factory.mktemp("tokenizer"), singles)
 
 
-def continues(text):
-    """The next byte of a closing tag that the text may have begun."""
-    for size in range(25, -1, -1):
-        for closer in CLOSERS:
-            if size < len(closer) and text.endswith(closer[:size]):
-                yield closer[size].encode()[:1]
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory):
+    """No marker is a token."""
+    return vocabulary_of(tmp_path_factory.mktemp("bytes"), ())
 
 
-def spoken(vocabulary, dialect, grammar, draw, most=1500):
+CLOSERS = (
+    "</parameter>",
+    "</｜DSML｜parameter>",
+    "</arg_value>",
+    "<escape>",
+    "</steptml:parameter>",
+    "</param>",
+    "</ifm|arg_value>",
+    "]<]minimax[>[</word>",
+    "<|close|>argument<|sep|>",
+    '<|"|>',
+)
+
+
+def continues(form, written):
+    """The next byte of a form's closing tag that the text may have begun, of the longest beginning first."""
+    closers = [closer.encode() for closer in CLOSERS if any(mark and mark in closer for mark in form.tokens)]
+    for size in range(max(map(len, closers), default=0) - 1, -1, -1):
+        for closer in closers:
+            if size < len(closer) and written.endswith(closer[:size]):
+                yield closer[size : size + 1]
+
+
+def spoken(vocabulary, dialect, grammar, draw, most=5000):
     """A random text that keeps to a grammar; ends are likely, so that it is short."""
     matcher, names = (
         Grammars(vocabulary).matcher(grammar),
         {token: vocabulary.spelling(token) for token in dialect.spelled},
     )
     stream, row, text = TextStream(vocabulary, (), names), np.zeros(-(-vocabulary.size // 32), np.uint32), ""
-    pieces = [vocabulary.bytes_of([token]) for token in range(vocabulary.size)]
+    pieces, written = [vocabulary.bytes_of([token]) for token in range(vocabulary.size)], b""
     for _ in range(most):
         if matcher.complete:
             return text + stream.close()
         matcher.allow(row, frozenset({vocabulary.eos_id}))
         allowed = [token for token in range(vocabulary.size) if row[token // 32] >> (token % 32) & 1]
-        ends = [
-            token
-            for token in allowed
-            if token == vocabulary.eos_id or token in names or pieces[token] in (b'"', b"}", b"]")
-        ]
-        closing = [token for byte in continues(text) for token in allowed if pieces[token] == byte][:1]
-        token = int(draw.choice(closing or ends or allowed if draw.random() < 0.9 else allowed))
+        special = [token for token in allowed if token == vocabulary.eos_id or token in names]
+        closing = [token for byte in continues(dialect.form, written) for token in allowed if pieces[token] == byte][:1]
+        ends = special + closing or [token for token in allowed if pieces[token] in (b'"', b"}", b"]")] or allowed
+        token = int(draw.choice(ends if draw.random() < 0.9 else allowed))
         if token == vocabulary.eos_id or (vocabulary.eos_id in allowed and draw.random() < 0.5):
             return text + stream.close()
         matcher.accept(token)
         text += stream.feed(token)
+        written += pieces[token]
     raise AssertionError(f"no end: {text!r}")
 
 
@@ -122,6 +141,37 @@ def test_what_keeps_to_a_grammar_is_read_as_calls(vocabulary, form):
             assert (content, thought) == ("", "") and calls and (parallel or len(calls) == 1), text
             check(calls, names)
             assert turns.joined(deltas) == (content, thought, calls)
+
+
+WORDS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "say",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string"}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "required": ["word", "count"],
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("tokens", ["vocabulary", "of_bytes"])
+@pytest.mark.parametrize("form", table.FORMS, ids=lambda form: form.name)
+def test_any_text_comes_to_an_end_and_another_argument_follows(form, tokens, request):
+    vocabulary, draw = request.getfixturevalue(tokens), np.random.default_rng(1)
+    ids = {name: token for token in range(vocabulary.size) if (name := vocabulary.spelling(token))}
+    dialect = Dialect(form, None, ids)
+    grammar = dialect.grammar(WORDS, ["say"], False)
+    for _ in range(2):
+        text = spoken(vocabulary, dialect, grammar, draw)
+        _, _, ((name, arguments),) = turns.in_whole(turns.read(dialect, text, False, "whole", tools=WORDS)[0])
+        assert name == "say" and {key: type(value) for key, value in json.loads(arguments).items()} == {
+            "word": str,
+            "count": int,
+        }, text
 
 
 def test_an_unknown_form_is_refused():

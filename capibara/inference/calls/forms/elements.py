@@ -17,7 +17,7 @@ from typing import Any
 from capibara.core.fields import short
 from capibara.core.types import UserError
 from capibara.inference.calls.forms.form import Form, Marks, read_each
-from capibara.inference.calls.forms.rules import json_of, rules_of_any, text_before
+from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
 
@@ -149,12 +149,13 @@ class _Arguments:
 def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     """Rules of a grammar: the arguments in the order of the schema, those that are required first."""
     yield from rules_of_any(tools, parallel, begin=marks(f"{_BEGIN}\n"), between=marks("\n"), end=marks(f"\n{_END}"))
-    yield f"TEXT: {text_before(_MARK)}"
+    texts = Texts(_MARK, marks)
     for number, name in enumerate(tools.parameters):
-        elements = _Elements(tools, name, marks, f"object_{number}")
+        elements = _Elements(tools, name, texts, f"object_{number}")
         body = elements.of_properties(tools.parameters[name], 1)
         yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {marks(_CALL_END)}"
         yield from elements.rules
+    yield from texts.rules
 
 
 class _Elements:
@@ -164,8 +165,8 @@ class _Elements:
       rules: of the objects in arguments: each schema has one for each depth, however often it is referred to.
     """
 
-    def __init__(self, tools: Tools, name: str, marks: Marks, prefix: str):
-        self._tools, self._name, self._marks, self._prefix = tools, name, marks, prefix
+    def __init__(self, tools: Tools, name: str, texts: Texts, prefix: str):
+        self._tools, self._name, self._texts, self._prefix = tools, name, texts, prefix
         self._arguments = _Arguments(tools, name)
         self._names: dict[tuple[int, int], str] = {}
         self.rules: list[str] = []
@@ -181,9 +182,12 @@ class _Elements:
                 f"tool {self._name} has the argument {short(key)}, which the model's calls cannot name: it must not be empty, begin "
                 "with / or have < or >"
             )
-        return f"{self._marks(f'{_OPEN}{key}>')} {self._content(schema, depth)} {self._marks(f'{_CLOSE}{key}>')}"
+        begin, end = self._texts.marks(f"{_OPEN}{key}>"), f"{_CLOSE}{key}>"
+        content = self._content(schema, depth)
+        return f"{begin} {self._texts.before(end) if content is None else f'{content} {self._texts.marks(end)}'}"
 
-    def _content(self, schema: Any, depth: int) -> str:
+    def _content(self, schema: Any, depth: int) -> str | None:
+        """What is between the tags of an element; None: any text."""
         types = self._tools.types_of(self._name, schema)
         resolved = self._tools.resolved(self._name, schema)
         if types == {"array"} and depth < _DEEPEST:
@@ -199,7 +203,7 @@ class _Elements:
         choices = resolved.get("enum")
         if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
             return f"({' | '.join(map(dumped, choices))})"
-        return "TEXT"
+        return None
 
     def _object(self, schema: dict[str, Any], depth: int) -> str:
         """The name of an object's rule; without one, a schema with several references to itself would be written 2^16 times."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from capibara.inference.calls.forms.form import Form, Marks
 from capibara.inference.calls.forms.json_objects import Objects
-from capibara.inference.calls.forms.rules import json_of, rules_of_any, text_before
+from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
 from capibara.inference.calls.parsing import literals
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
@@ -107,9 +107,9 @@ def _sequence(names: list[str], required: int, separator: str) -> str:
 
 def _quoted_rules(quote: str, marks: Marks) -> Iterator[str]:
     mark = marks(quote)
-    text = text_before(quote)
-    yield f"quoted_text: {mark} QUOTED {mark}"
-    yield f"QUOTED: {text}"
+    texts = Texts(quote, marks)
+    yield f"quoted_text: {mark} {texts.before(quote)}"
+    yield from texts.rules
     yield "quoted_value: quoted_text | NUMBER | WORD | quoted_list | quoted_object"
     yield 'quoted_list: "[" (quoted_value ("," quoted_value)*)? "]"'
     yield 'quoted_object: "{" (KEY ":" quoted_value ("," KEY ":" quoted_value)*)? "}"'

@@ -6,12 +6,14 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from capibara.inference.calls.forms.form import Marks
 from capibara.inference.calls.parsing.tools import Tools
 from capibara.inference.grammars import schemas
 
 # As templates write JSON; white space that a model may choose can go on for ever.
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+SPECIAL = "<["  # with which a special token begins in a grammar
 _COMPOSED = {"allOf", "anyOf", "oneOf", "$ref", "patternProperties"}
 
 
@@ -57,9 +59,36 @@ def json_of(schema: Any) -> str:
     return "%json " + json.dumps({**(prepared if isinstance(prepared, dict) else {}), "x-guidance": _LAYOUT})
 
 
-def text_before(end: str) -> str:
-    """A terminal: any text that does not have `end`."""
-    return f"/(?s:.*)/ & ~/(?s:.*){_pattern(end)}(?s:.*)/"
+class Texts:
+    """Rules of texts with their ends.
+
+    Args:
+      excluded: what no text has in it.
+      marks: of the form.
+
+    Attributes:
+      marks: the same.
+      rules: of all texts that were asked for.
+    """
+
+    def __init__(self, excluded: str, marks: Marks):
+        self.marks, self._pattern, self._names = marks, _text_without(excluded), dict[str, str]()
+        self.rules = [f"TEXT: {self._pattern}"]
+
+    def before(self, end: str) -> str:
+        """An expression of any text and its end, which begins with `excluded`."""
+        written = self.marks(end)
+        if written.startswith(SPECIAL):
+            return f"TEXT {written}"
+        # A lexeme takes all it can: TEXT would go on over an end that is made of characters, up to the last of them.
+        if (name := self._names.get(end)) is None:
+            name = self._names[end] = f"text_{len(self._names)}"
+            self.rules.append(f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]: {self._pattern}")
+        return name
+
+
+def _text_without(excluded: str) -> str:
+    return f"/(?s:.*)/ & ~/(?s:.*){_pattern(excluded)}(?s:.*)/"
 
 
 def _pattern(text: str) -> str:

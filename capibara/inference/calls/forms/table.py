@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from capibara.inference.calls.forms import elements, harmony, json_objects, literal_arguments, named, solar, tagged
+from capibara.inference.calls.forms import (
+    elements,
+    harmony,
+    json_objects,
+    literal_arguments,
+    named,
+    solar,
+    tagged,
+    xtml,
+)
 from capibara.inference.calls.forms.form import Evidence, Form
 
 # A model has the first form that it shows: a marker of one form may be a part of another's template.
 FORMS = (
-    *harmony.FORMS, *solar.FORMS, *literal_arguments.FORMS, *named.FORMS, *elements.FORMS, *tagged.FORMS,
+    *harmony.FORMS, *solar.FORMS, *xtml.FORMS, *literal_arguments.FORMS, *named.FORMS, *elements.FORMS, *tagged.FORMS,
     *json_objects.FORMS,
 )  # fmt: skip
 

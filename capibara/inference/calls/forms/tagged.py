@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from capibara.inference.calls.forms.form import Evidence, Form, Marks, read_each
-from capibara.inference.calls.forms.rules import json_of, rules_of_any, text_before
+from capibara.inference.calls.forms.json_objects import Objects
+from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
 
@@ -29,6 +30,9 @@ class CallTags:
       is_section: whether `begin` and `end` are around all calls.
       padding: one white space at both sides of a value that is none of it.
       layout: white space between tags in a grammar.
+      type: around an argument's type, which a model may write between its name and its value; empty: it never does.
+      raw: around a value that a model may put between them as it is; empty: it never does.
+      reads_objects: whether a call may be a JSON object instead, with "name" and "arguments".
     """
 
     begin: str
@@ -43,13 +47,16 @@ class CallTags:
     is_section: bool = False
     padding: str = ""
     layout: str = "\n"
+    type: tuple[str, str] = ("", "")
+    raw: tuple[str, str] = ("", "")
+    reads_objects: bool = False
 
-    def read(self, text: Text, tools: Tools, _: str) -> Steps[None]:
+    def read(self, text: Text, tools: Tools, marker: str) -> Steps[None]:
         """Reads one call, or all of a section."""
-        if self.is_section:
+        if self.is_section and marker == self.begin:
             yield from read_each(text, self.call, self.end, lambda: self._read_call(text, tools))
             return
-        if self.call:
+        if self.call and marker != self.call:
             yield from text.spaces()
             yield from text.expect(self.call)
         yield from self._read_call(text, tools)
@@ -58,6 +65,11 @@ class CallTags:
             yield from text.take(self.end)
 
     def _read_call(self, text: Text, tools: Tools) -> Steps[None]:
+        if self.reads_objects:
+            yield from text.spaces()
+            if (yield from text.starts("{")):
+                yield from Objects(end=self.call_end).read(text, tools, self.call)
+                return
         stops = (self.name_end,) if self.name_end else ("\n", self.key, self.call_end)
         name = (yield from text.head(*stops)).strip()
         yield from text.take(self.name_end)
@@ -70,6 +82,8 @@ class CallTags:
                 break
             key = yield from text.head(*self.key_ends)
             is_text = self.key_ends[(yield from text.take(*self.key_ends))]
+            if (yield from self._read_type(text)) == "string" and "string" in tools.types(name, key):
+                is_text = True
             if self.value:
                 yield from text.spaces()
                 yield from text.expect(self.value)
@@ -82,6 +96,18 @@ class CallTags:
             yield Call(name)
         yield Arguments("{}" if before == "{" else "}")
         yield CallEnd()
+
+    def _read_type(self, text: Text) -> Steps[str]:
+        """Reads an argument's type; empty: it has none."""
+        begin, end = self.type
+        if not begin:
+            return ""
+        yield from text.spaces()
+        if not (yield from text.take(begin)):
+            return ""
+        kind = yield from text.head(end)
+        text.at += len(end)
+        return kind.strip()
 
     def _read_value(self, text: Text, tools: Tools, name: str, key: str, is_text: bool | None) -> Steps[None]:
         """Reads a value: of a text each piece as it arrives, else all of it."""
@@ -104,6 +130,12 @@ class CallTags:
 
     def _read_text(self, text: Text, event: Callable[[str], Arguments]) -> Steps[None]:
         """Reads up to an end after which another argument follows, or the end of the call: others are a part of it."""
+        raw, raw_end = self.raw
+        if raw and (yield from text.take(raw)):
+            if not (yield from text.until((raw_end,), event)):
+                raise Malformed
+            yield from text.expect(self.value_end)
+            return
         ends = tuple(dict.fromkeys((self.padding + self.value_end, self.value_end)))
         while end := (yield from text.until(ends, event)):
             after = text.at
@@ -124,32 +156,34 @@ class CallTags:
         else:
             begin = self.begin + (line + self.call if self.call else "")
             yield from rules_of_any(tools, parallel, between=marks(line))
-        yield f"TEXT: {text_before(self.value_end)}"
+        texts = Texts(self.value_end, marks)
         for number, name in enumerate(tools.parameters):
             arguments = []
             for place, (key, value, required) in enumerate(tools.arguments(name)):
                 rule = f"value_{number}_{place}"
-                yield f"{rule}: {self._value_rule(tools, name, key, value)}"
-                arguments.append(f"({self._argument(key, tools, name, rule, marks)}){'' if required else '?'}")
+                yield f"{rule}: {self._value_rule(tools, name, key, value, texts)}"
+                arguments.append(f"({self._head(key, tools, name, marks)} {rule}){'' if required else '?'}")
             head = f"{begin}{name}{self.name_end}"
             after = marks(line + self.call_end + end)
             yield f"call_{number}: {marks(head)} {' '.join(arguments)} {after}"
 
-    def _argument(self, key: str, tools: Tools, name: str, rule: str, marks: Marks) -> str:
+        yield from texts.rules
+
+    def _head(self, key: str, tools: Tools, name: str, marks: Marks) -> str:
         is_text = tools.types(name, key) in ({"string"}, set())
         key_end = next(end for end, kind in self.key_ends.items() if kind in (None, is_text))
         value = self.layout + self.value if self.value else ""
-        before = marks(f"{self.layout}{self.key}{key}{key_end}{value}{self.padding}")
-        return f"{before} {rule} {marks(self.padding + self.value_end)}"
+        return marks(f"{self.layout}{self.key}{key}{key_end}{value}{self.padding}")
 
-    def _value_rule(self, tools: Tools, name: str, key: str, value: Any) -> str:
-        types = tools.types(name, key)
+    def _value_rule(self, tools: Tools, name: str, key: str, value: Any, texts: Texts) -> str:
+        """A value with its end; a text may have the padding before its end, or not."""
+        types, end = tools.types(name, key), texts.marks(self.padding + self.value_end)
         if types and "string" not in types:
-            return json_of(tools.standalone(name, value))
+            return f"{json_of(tools.standalone(name, value))} {end}"
         choices = value.get("enum") if isinstance(value, dict) else None
         if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
-            return " | ".join(map(dumped, choices))
-        return "TEXT"
+            return f"({' | '.join(map(dumped, choices))}) {end}"
+        return texts.before(self.value_end)
 
 
 _QWEN = CallTags(
@@ -204,6 +238,41 @@ _HY = dataclasses.replace(
     end="</tool_calls>",
     is_section=True,
 )
+_STEP = CallTags(
+    begin="<｜tool_calls_begin｜>",
+    call='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+    name_end='">',
+    key='<steptml:parameter name="',
+    key_ends={'">': None},
+    value_end="</steptml:parameter>",
+    call_end="</steptml:invoke><｜tool_call_end｜>",
+    end="<｜tool_calls_end｜>",
+    is_section=True,
+    layout="",
+)
+_MINICPM = CallTags(
+    begin='<function name="',
+    name_end='">',
+    key='<param name="',
+    key_ends={'">': None},
+    value_end="</param>",
+    call_end="</function>",
+    layout="",
+    raw=("<![CDATA[", "]]>"),
+)
+_IFM = CallTags(
+    begin="<ifm|tool_calls>",
+    call="<ifm|tool_call>",
+    key="<ifm|arg_key>",
+    key_ends={"</ifm|arg_key>": None},
+    value="<ifm|arg_value>",
+    value_end="</ifm|arg_value>",
+    call_end="</ifm|tool_call>",
+    end="</ifm|tool_calls>",
+    is_section=True,
+    type=("<ifm|arg_type>", "</ifm|arg_type>"),
+    reads_objects=True,
+)
 
 
 def _form(name: str, tags: CallTags, detect: Callable[[Evidence], bool]) -> Form:
@@ -218,7 +287,8 @@ def _form(name: str, tags: CallTags, detect: Callable[[Evidence], bool]) -> Form
         tags.call_end,
         tags.end,
     )
-    return Form(name, detect, (tags.begin,), tags.read, tags.rules, marks)
+    begins = (tags.begin, tags.call) if tags.reads_objects else (tags.begin,)
+    return Form(name, detect, begins, tags.read, tags.rules, (*marks, *tags.type))
 
 
 FORMS = (
@@ -228,6 +298,9 @@ FORMS = (
     _form("deepseek v3.2", _DEEPSEEK, lambda model: model.mentions("｜DSML｜")),
     _form("minimax m2", _MINIMAX, lambda model: model.mentions(_MINIMAX.begin)),
     _form("dots", _DOTS, lambda model: model.mentions(_DOTS.begin)),
+    _form("step 3", _STEP, lambda model: model.mentions("steptml")),
+    _form("minicpm 5", _MINICPM, lambda model: model.mentions(_MINICPM.begin) and model.mentions(_MINICPM.key)),
+    _form("k2 horizon", _IFM, lambda model: model.mentions(_IFM.call)),
     _form("hy 3", _HY, lambda model: model.mentions(_HY.name_end)),
     _form("glm", _GLM, lambda model: model.mentions(_GLM.key)),
     _form("seed", _SEED, lambda model: model.mentions(_SEED.begin)),

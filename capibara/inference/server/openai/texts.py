@@ -66,7 +66,7 @@ def _chat_asks(request: ChatRequest, served: Served, config: ServerConfig) -> li
     _check_count(request, 1, config)
     tools = request.tools if request.tool_choice != "none" else None
     talk, text = rendered(request, served, config)
-    dialect = served.dialect.used(bool(tools), config.reasoning)
+    dialect = served.dialect.used(bool(tools), config.reasoning).after(text)
     asks = _asks(request, talk.ids_of(text), dialect.ends_of(talk), served, config, "messages")
     parallel, thinks = request.parallel_tool_calls is not False, dialect.thinks_after(text)
     with invalid("tool_choice"):
