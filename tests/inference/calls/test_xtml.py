@@ -124,6 +124,12 @@ def test_a_response_is_content_and_a_thought_apart():
     assert turns.in_whole(message) == ("Yes: <|sep|>", "So.", [("look", "{}")])
 
 
+def test_a_template_that_puts_its_tags_together_shows_them():
+    macro = "{%- macro close_tag(tag) -%}{{- '<|close|>' + tag + '<|sep|>' -}}{%- endmacro -%}"
+    dialect = turns.dialect_of(turns.Model(macro))
+    assert dialect.form is FORMS["kimi k3"] and dialect.tags.close == closed("think")
+
+
 def test_the_prompt_says_which_tags_a_thought_has():
     dialect = turns.dialect_of(turns.Model("<ifm|think_fast></ifm|think_fast><ifm|think></ifm|think><ifm|tool_call>"))
     assert dialect.form.name == "k2 horizon"
