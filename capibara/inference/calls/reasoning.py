@@ -52,6 +52,7 @@ _TAGS = (
     Tags("<|channel>thought\n", "<channel|>"),  # Gemma 4
     Tags("<|inner_prefix|>", "<|inner_suffix|>"),  # Apertus
     Tags("<mm:think>", "</mm:think>"),  # MiniMax M3
+    Tags("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     # K2 Horizon, by its effort
     Tags(
         "<ifm|think>",

@@ -137,6 +137,26 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "deepseek v3.2": (THINK + _section("\n\n<｜DSML｜function_calls>\n", _DSML, "</｜DSML｜function_calls>"), ()),
     "deepseek v4": (THINK + _section("\n\n<｜DSML｜tool_calls>\n", _DSML, "</｜DSML｜tool_calls>"), ()),
+    "deepseek v4.1": (
+        THINK
+        + _section(
+            "\n\n<｜DSML｜ calls>\n",
+            _DSML.replace("｜DSML｜invoke", "｜DSML｜ invoke").replace("｜DSML｜parameter", "｜DSML｜ parameter"),
+            "</｜DSML｜ calls>",
+        ),
+        (),
+    ),
+    "plamo 3": (
+        THINK.replace("<think>", "<|plamo:begin_think:plamo|>").replace("</think>", "<|plamo:end_think:plamo|>")
+        + _section(
+            "<|plamo:begin_tool_requests:plamo|>",
+            "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>{{ f.name }}<|plamo:end_tool_name:plamo|>"
+            "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>{{ f.arguments | tojson }}"
+            "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>",
+            "<|plamo:end_tool_requests:plamo|>",
+        ),
+        (),
+    ),
     "minimax m2": (THINK + _section("\n<minimax:tool_call>\n", _INVOKE, "</minimax:tool_call>"), ()),
     "dots": (THINK + _section("\n<dots_function_call>\n", _INVOKE, "</dots_function_call>"), ()),
     "longcat": (THINK + _objects("<longcat_tool_call>\n", "\n</longcat_tool_call>\n"), ()),

@@ -71,6 +71,7 @@ def of_bytes(tmp_path_factory):
 CLOSERS = (
     "</parameter>",
     "</｜DSML｜parameter>",
+    "</｜DSML｜ parameter>",
     "</arg_value>",
     "<escape>",
     "</steptml:parameter>",

@@ -100,6 +100,39 @@ def _kimi_rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     yield from rules_of_calls(tools, call, parallel, begin=marks(_KIMI), end=marks(_KIMI_END))
 
 
+# PLaMo 3, whose marks are several tokens.
+_PLAMO, _PLAMO_END = "<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"
+_PLAMO_CALL, _PLAMO_CALL_END = "<|plamo:begin_tool_request:plamo|>", "<|plamo:end_tool_request:plamo|>"
+_PLAMO_NAME, _PLAMO_NAME_END = "<|plamo:begin_tool_name:plamo|>", "<|plamo:end_tool_name:plamo|>"
+_PLAMO_ARGUMENTS = "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+_PLAMO_ARGUMENTS_END = "<|plamo:end_tool_arguments:plamo|>"
+
+
+def _read_plamo(text: Text, tools: Tools, _: str) -> Steps[None]:
+    yield from read_each(text, _PLAMO_CALL, _PLAMO_END, lambda: _read_plamo_call(text, tools))
+
+
+def _read_plamo_call(text: Text, tools: Tools) -> Steps[None]:
+    yield from text.spaces()
+    yield from text.expect(_PLAMO_NAME)
+    name = (yield from text.head(_PLAMO_NAME_END)).strip()
+    text.at += len(_PLAMO_NAME_END)
+    yield from text.spaces()
+    yield from text.expect(_PLAMO_ARGUMENTS)
+    yield from read_arguments(text, tools, name)
+    for mark in (_PLAMO_ARGUMENTS_END, _PLAMO_CALL_END):
+        yield from text.spaces()
+        yield from text.take(mark)
+
+
+def _plamo_rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
+    def call(name: str, arguments: str) -> str:
+        head = marks(_PLAMO_CALL + _PLAMO_NAME + name + _PLAMO_NAME_END + _PLAMO_ARGUMENTS)
+        return f"{head} {arguments} {marks(_PLAMO_ARGUMENTS_END + _PLAMO_CALL_END)}"
+
+    yield from rules_of_calls(tools, call, parallel, begin=marks(_PLAMO), end=marks(_PLAMO_END))
+
+
 # Functionary 3.1: <function=NAME>{...}</function>.
 def _read_functionary(text: Text, tools: Tools, _: str) -> Steps[None]:
     name = yield from text.head(">")
@@ -159,6 +192,22 @@ FORMS = (
         read=_read_kimi,
         rules=_kimi_rules,
         tokens=(_KIMI, _KIMI_END, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END),
+    ),
+    Form(
+        name="plamo 3",
+        detect=lambda model: model.mentions(_PLAMO),
+        begins=(_PLAMO,),
+        read=_read_plamo,
+        rules=_plamo_rules,
+        tokens=(
+            _PLAMO_END,
+            _PLAMO_CALL,
+            _PLAMO_CALL_END,
+            _PLAMO_NAME,
+            _PLAMO_NAME_END,
+            _PLAMO_ARGUMENTS,
+            _PLAMO_ARGUMENTS_END,
+        ),
     ),
     Form(
         name="functionary",

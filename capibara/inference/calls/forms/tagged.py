@@ -222,6 +222,17 @@ _DEEPSEEK = CallTags(
     is_section=True,
 )
 _DEEPSEEK_V4 = dataclasses.replace(_DEEPSEEK, begin="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
+_DEEPSEEK_V41 = CallTags(
+    begin="<｜DSML｜ calls>",
+    call='<｜DSML｜ invoke name="',
+    name_end='">',
+    key='<｜DSML｜ parameter name="',
+    key_ends=_DEEPSEEK.key_ends,
+    value_end="</｜DSML｜ parameter>",
+    call_end="</｜DSML｜ invoke>",
+    end="</｜DSML｜ calls>",
+    is_section=True,
+)
 _GLM = CallTags(
     begin="<tool_call>",
     key="<arg_key>",
@@ -292,6 +303,7 @@ def _form(name: str, tags: CallTags, detect: Callable[[Evidence], bool]) -> Form
 
 
 FORMS = (
+    _form("deepseek v4.1", _DEEPSEEK_V41, lambda model: model.mentions("｜DSML｜") and model.mentions(" invoke name=")),
     _form(
         "deepseek v4", _DEEPSEEK_V4, lambda model: model.mentions("｜DSML｜") and not model.mentions("function_calls")
     ),
