@@ -152,8 +152,8 @@ def compare(
     for model in (first, second):
         if not hasattr(model, "generate"):
             raise UserError(f"compare takes loaded models, and {model!r} is none: try cb.load({model!r})")
-    asked = () if isinstance(prompts, str) else tuple(prompts)
-    if not asked or not all(isinstance(prompt, str) for prompt in asked):
+    prompt_texts = () if isinstance(prompts, str) else tuple(prompts)
+    if not prompt_texts or not all(isinstance(prompt, str) for prompt in prompt_texts):
         raise UserError("prompts must be several texts, at least one: try ['Name three fruits.']")
     if "stream" in sampling:
         raise UserError("stream is of generate: leave it out")
@@ -161,15 +161,19 @@ def compare(
         outputs.check_writable(out)
     options = {"temperature": 0.0} | sampling
     if stopping is None:
-        answers = (_answers(first, asked, options), _answers(second, asked, options))
-        scores = None if score is None else (_scores(score, asked, answers[0]), _scores(score, asked, answers[1]))
-        result = Comparison(_names(first, second), asked, answers, scores)
+        answers = (_answers(first, prompt_texts, options), _answers(second, prompt_texts, options))
+        scores = (
+            None
+            if score is None
+            else (_scores(score, prompt_texts, answers[0]), _scores(score, prompt_texts, answers[1]))
+        )
+        result = Comparison(_names(first, second), prompt_texts, answers, scores)
     elif not isinstance(stopping, SequentialStopping):
         raise UserError(f"stopping is {stopping!r}, must be cb.SequentialStopping(...), or None: all prompts are asked")
     elif score is None:
         raise UserError("stopping needs scores: give score=function of (prompt, answer), or leave stopping out")
     else:
-        result = _sequential(first, second, asked, score, stopping, options)
+        result = _sequential(first, second, prompt_texts, score, stopping, options)
     if out is not None:
         outputs.save(out, result.html())
     return result

@@ -256,8 +256,8 @@ def _read(
     if not isinstance(memory, MemoryAgent):
         raise UserError(f"memory is {short(memory)}, must be cb.MemoryAgent(...), or None: the defaults")
     texts, messages = _asked(prompt)
-    asked = texts if messages is None else [message.get("content") for message in messages]
-    if len(asked) != 1 or not isinstance(question := asked[0], str):
+    contents = texts if messages is None else [message.get("content") for message in messages]
+    if len(contents) != 1 or not isinstance(question := contents[0], str):
         raise UserError("the prompt of a document must be a text or one message: ask one question")
     prompts = Prompts(memory, model.loaded.dataset, None if messages is None else model._chat)
     reading = Reading(prompts, document, question, options, where="document")

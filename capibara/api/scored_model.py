@@ -94,9 +94,9 @@ class ScoredModel:
         if self.model.read is None:
             raise UserError("score is of models that predict the next token, and this one does not")
         encode, before = self.tokenizer.encode, self.tokenizer.prompt_ids(context)
-        read, whole = encode(context), encode(context + continuation)
-        is_apart = self.model.encode is not None or whole[: len(read)] != read
-        rest = encode(continuation) if is_apart else whole[len(read) :]
+        read, with_continuation = encode(context), encode(context + continuation)
+        is_apart = self.model.encode is not None or with_continuation[: len(read)] != read
+        rest = encode(continuation) if is_apart else with_continuation[len(read) :]
         if len(before) + len(rest) > self.length + 1:
             raise UserError(
                 f"the texts have {len(before) + len(rest)} tokens, must have at most {self.length}: cut the context"

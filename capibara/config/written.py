@@ -55,16 +55,16 @@ def unnamed(*objects: Dataclass) -> list[str]:
     return sorted(written.unnamed)
 
 
-def check_same(built: Dataclass, wanted: Dataclass) -> None:
+def check_same(built: Dataclass, expected: Dataclass) -> None:
     """Raises UserError that names the first field in which an object differs from the one whose Gin text built it."""
-    for field in dataclasses.fields(wanted):
-        got, value = getattr(built, field.name), getattr(wanted, field.name)
+    for field in dataclasses.fields(expected):
+        got, value = getattr(built, field.name), getattr(expected, field.name)
         if _same(got, value):
             continue
         if _is_object(got) and _is_object(value) and type(got) is type(value):
             check_same(got, value)
         raise UserError(
-            f"{type(wanted).__name__}.{field.name} is {fields.short(value)}, and Gin text makes {fields.short(got)} of it: set "
+            f"{type(expected).__name__}.{field.name} is {fields.short(value)}, and Gin text makes {fields.short(got)} of it: set "
             "another value, or train from Gin files"
         )
 

@@ -65,12 +65,12 @@ class Compression:
           gradient: arrays of any shape and floating dtype.
           lost: of the round before, or `init`.
         """
-        wanted = jax.tree.map(lambda x, rest: x.astype(jnp.float32) + rest, gradient, lost)
-        sent = jax.tree.map(self._encode, wanted)
+        with_residual = jax.tree.map(lambda x, rest: x.astype(jnp.float32) + rest, gradient, lost)
+        sent = jax.tree.map(self._encode, with_residual)
         if not self.error_feedback:
             return sent, lost
-        got = self.decode(sent, wanted)
-        return sent, jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(y), x - y, 0.0), wanted, got)
+        got = self.decode(sent, with_residual)
+        return sent, jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(y), x - y, 0.0), with_residual, got)
 
     def decode(self, sent: PyTree, like: PyTree) -> PyTree:
         """The gradient, float32.

@@ -48,11 +48,11 @@ def missing(extra: str) -> list[str] | None:
 
     if (texts := _requirements(extra)) is None:
         return None
-    wanted = [Requirement(text) for text in texts]
+    requirements = [Requirement(text) for text in texts]
     return sorted(
         {
             item.name
-            for item in wanted
+            for item in requirements
             if (item.marker is None or item.marker.evaluate({"extra": extra})) and not version(item.name)
         }
     )

@@ -72,15 +72,15 @@ def generated(
     subject: Subject, name: str, task: EvalTask, items: Sequence[Item], recorded: Predictions, show: Show
 ) -> list:
     """Generates the predictions of a task for its metrics: a text for each item, or a list of samples."""
-    asked = [(i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)]
+    draws = [(i, item, n) for i, item in enumerate(items) for n in range(task.num_samples)]
     if task.memory is None:
-        questions = [_question(subject, name, task, i, item, n) for i, item, n in asked]
+        questions = [_question(subject, name, task, i, item, n) for i, item, n in draws]
         lines = ask(subject, name, questions, generate_each, recorded, show)
     else:
         prompts = Prompts(
             task.memory, subject.trainer.dataset, subject.chat if task.format is PromptFormat.CHAT else None
         )
-        opened = [_read_question(name, task, prompts, i, item, n) for i, item, n in asked]
+        opened = [_read_question(name, task, prompts, i, item, n) for i, item, n in draws]
         lines = ask(subject, name, opened, _read, recorded, show)
     texts = [line["prediction"] for line in lines]
     if task.num_samples == 1:

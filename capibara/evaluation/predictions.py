@@ -97,10 +97,10 @@ class Predictions:
         """
         values: Any = line.get(key)
         numbers = values if isinstance(values, list) else [values]
-        wanted = "a number" if count == 1 else f"{count} numbers"
+        expected = "a number" if count == 1 else f"{count} numbers"
         if len(numbers) != count or not all(type(item) in (int, float) and not math.isnan(item) for item in numbers):
             raise UserError(
-                f"{self._flag}: {key} of a line is {short(values)}, must be {wanted}: remove the line and those after it"
+                f"{self._flag}: {key} of a line is {short(values)}, must be {expected}: remove the line and those after it"
             )
         return numbers
 

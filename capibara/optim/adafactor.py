@@ -170,9 +170,9 @@ class FactoredState:
             )
             return jax.tree.unflatten(structure, list(each))
 
-        whole = [(None,) if p.rows else name_axes for name_axes, p in zip(names, self.parts, strict=True)]
+        unfactored = [(None,) if p.rows else name_axes for name_axes, p in zip(names, self.parts, strict=True)]
         scalar: PyTree = ()
-        v = jax.tree.unflatten(structure, whole)
+        v = jax.tree.unflatten(structure, unfactored)
         return FactoredState(scalar, without(lambda p: p.columns), without(lambda p: p.rows), v, self.parts)
 
 

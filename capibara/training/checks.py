@@ -37,8 +37,8 @@ _DATA_S = 2.0  # for the first batch of a split: where documents take longer, th
 _LAUNCHER = "CAPIBARA_BEAT"  # set for what a launcher has started: see jobs/workers.py
 
 
-class Given(NamedTuple):
-    """What a run is given, as far as it is known before its step is compiled.
+class RunInputs(NamedTuple):
+    """What a run begins with, as far as it is known before its step is compiled.
 
     Attributes:
       resumes: the newest step whose description is intact; None: the run is new.
@@ -68,7 +68,7 @@ def options(trainer: Trainer, mesh: Mesh) -> None:
         check_vocabulary(trainer)
 
 
-def given(
+def run_inputs(
     trainer: Trainer,
     model: Model,
     mesh: Mesh,
@@ -76,8 +76,8 @@ def given(
     read: Read | None,
     hooks: Hooks,
     *,
-    whole: bool = False,
-) -> Given:
+    waits_for_data: bool = False,
+) -> RunInputs:
     """Checks the run folder, the initial weights and the data.
 
     Args:
@@ -85,7 +85,7 @@ def given(
       target: shapes and shardings of its state.
       read: reads the initial weights, if they are a foreign model's.
       hooks: of its method.
-      whole: wait for the first batch however long it takes, a SeqIO task's included, whose import takes seconds.
+      waits_for_data: wait for the first batch however long it takes, a SeqIO task's included, whose import takes seconds.
 
     Returns:
       What was found; close its `batches`.
@@ -105,13 +105,13 @@ def given(
         counts = {"train": batches.counts}
         if trainer.evaluation.every:
             with contextlib.closing(validation_loader(trainer, mesh)) as validation:
-                _read_first(trainer, validation, whole)
+                _read_first(trainer, validation, waits_for_data)
                 counts["validation"] = validation.counts
-        is_read = _read_first(trainer, batches, whole)
+        is_read = _read_first(trainer, batches, waits_for_data)
         undo.pop_all()
     notes = [] if resumes is None else _stretched(trainer, resumes.step)
     known = {split: of_split for split, of_split in counts.items() if of_split is not None}
-    return Given(resumes, batches, known, _lines(trainer, mesh, resumes, is_read, known), notes)
+    return RunInputs(resumes, batches, known, _lines(trainer, mesh, resumes, is_read, known), notes)
 
 
 def data_lines(counts: Mapping[str, Counts]) -> list[str]:
@@ -119,8 +119,8 @@ def data_lines(counts: Mapping[str, Counts]) -> list[str]:
     return [f"data: {split}: {of_split}" for split, of_split in counts.items()]
 
 
-def _read_first(trainer: Trainer, batches: Loader, whole: bool) -> bool:
-    if whole:
+def _read_first(trainer: Trainer, batches: Loader, waits_for_data: bool) -> bool:
+    if waits_for_data:
         return batches.check_first()
     return not trainer.dataset.is_seqio and batches.check_first(_DATA_S)
 

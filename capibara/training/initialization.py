@@ -307,8 +307,8 @@ def load_optimizer(trainer: Trainer, target: TrainState, read: Read | None) -> t
     if trainer.init_with is not InitWith.STATE:
         return None
     if read is None:
-        wanted = dataclasses.replace(target, ema=None, losses=None)
-        restored, state = run_folder.newest_state(_folder(trainer), wanted, trainer.checkpointing)
+        without_ema = dataclasses.replace(target, ema=None, losses=None)
+        restored, state = run_folder.newest_state(_folder(trainer), without_ema, trainer.checkpointing)
         step, opt_state = restored.step, state.opt_state
     elif not isinstance(read, HasOptimizer):
         raise _no_optimizer()

@@ -133,7 +133,7 @@ def set_up(
       The set-up for the loop, and the checkpoint or pretrained weights from which the run starts.
     """
     spent, set_up_s = {"start": processes.age_s()}, time.perf_counter()
-    mesh, model, spec, hooks, read, node_starts, batches, given = _check(trainer, devices, status, load)
+    mesh, model, spec, hooks, read, node_starts, batches, inputs = _check(trainer, devices, status, load)
     with contextlib.ExitStack() as undo:
         undo.callback(batches.close)
         checkpoints = undo.enter_context(contextlib.closing(_open_folder(trainer, config, read)))
@@ -148,7 +148,7 @@ def set_up(
         if (restored := initial.checkpoint) is not None:
             spent["restore"] = time.perf_counter() - compiled_s
             hooks.check_resumed(restored[0].step)
-            if given.resumes is None or given.resumes.step != restored[0].step:  # the newest one was corrupt
+            if inputs.resumes is None or inputs.resumes.step != restored[0].step:  # the newest one was corrupt
                 batches.set_state(restored[0].data)
                 batches.start()
         checks.check_vocabulary(trainer)
@@ -168,7 +168,7 @@ def set_up(
         hooks=hooks,
         load=load,
         spent=spent,
-        data={split: counts.as_json() for split, counts in given.counts.items()},
+        data={split: counts.as_json() for split, counts in inputs.counts.items()},
     )
     return setup, initial
 
@@ -183,7 +183,7 @@ class _Checked(NamedTuple):
     read: Read | None
     starts: tuple[Callable[[], Params], ...]
     batches: Loader
-    given: checks.Given
+    inputs: checks.RunInputs
 
 
 def _check(
@@ -192,9 +192,9 @@ def _check(
     status: Callable[[str], None],
     load: Load | None,
     *,
-    whole: bool = False,
+    waits_for_data: bool = False,
 ) -> _Checked:
-    """Finds the user's mistakes before anything is compiled or written; arguments as for `set_up` and `checks.given`."""
+    """Finds the user's mistakes before anything is compiled or written; arguments as for `set_up` and `checks.run_inputs`."""
     mesh = _make_mesh(trainer, jax.devices() if devices is None else devices)
     checks.options(trainer, mesh)
     trainer.training_loss.check_mesh(mesh, trainer.plan.rules)
@@ -204,12 +204,12 @@ def _check(
     trainer.optimizer.schedule.learning_rates(trainer.steps)
     trainer.training_loss.checked_objective(model, trainer.dataset)
     read, node_starts = reader(trainer, model, load), starts(trainer, model, mesh, load)
-    given = checks.given(trainer, model, mesh, spec.abstract, read, hooks, whole=whole)
-    for note in given.notes if whole else (*given.notes, *checks.data_lines(given.counts)):
+    inputs = checks.run_inputs(trainer, model, mesh, spec.abstract, read, hooks, waits_for_data=waits_for_data)
+    for note in inputs.notes if waits_for_data else (*inputs.notes, *checks.data_lines(inputs.counts)):
         status(note)
-    if given.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
-        merge_states(hosts.gathered(given.batches.get_state()))  # raises if hosts read different data
-    return _Checked(mesh, model, spec, hooks, read, node_starts, given.batches, given)
+    if inputs.resumes is None and not trainer.dataset.is_seqio:  # SeqIO is still being imported
+        merge_states(hosts.gathered(inputs.batches.get_state()))  # raises if hosts read different data
+    return _Checked(mesh, model, spec, hooks, read, node_starts, inputs.batches, inputs)
 
 
 def _make_mesh(trainer: Trainer, devices: list[jax.Device]) -> Mesh:
@@ -231,12 +231,12 @@ def check(trainer: Trainer, load: Load | None = None) -> list[str]:
       UserError: the run cannot begin or resume.
     """
     lines: list[str] = []
-    checked = _check(trainer, None, lines.append, load, whole=True)
+    checked = _check(trainer, None, lines.append, load, waits_for_data=True)
     checked.batches.close()
     checks.check_vocabulary(trainer)
     with CheckpointReader(trainer.model_dir, trainer.saves) as checkpoints:
         checkpoints.verified_step()
-    return [*checked.given.lines, *lines]
+    return [*checked.inputs.lines, *lines]
 
 
 def _compiled(

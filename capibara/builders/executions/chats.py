@@ -162,10 +162,10 @@ def _fence(text: str) -> str:
     return "`" * max(3, 1 + max(map(len, re.findall(r"^ *(`{3,})", text, re.MULTILINE)), default=0))
 
 
-def _chat(kind: ChatKind, run: Run, asked: str, answer: str, questions: Sequence[str] = ()) -> dict[str, Json]:
+def _chat(kind: ChatKind, run: Run, question: str, answer: str, questions: Sequence[str] = ()) -> dict[str, Json]:
     if questions:
-        asked = f"{_chosen(questions, asked)}\n\n{asked}"
-    messages: list[Json] = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        question = f"{_chosen(questions, question)}\n\n{question}"
+    messages: list[Json] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {
         "messages": messages,
         "kind": str(kind),

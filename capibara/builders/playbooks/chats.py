@@ -133,8 +133,8 @@ def question(bullet: Bullet) -> str | None:
     word, rest = result["word"].lower(), result["rest"].strip()
     if word == "to":
         return _chosen("to", bullet.content).format(rest)
-    asked = _chosen("condition", bullet.content).format(f"{word} {rest}")
-    return asked[0].upper() + asked[1:]
+    text = _chosen("condition", bullet.content).format(f"{word} {rest}")
+    return text[0].upper() + text[1:]
 
 
 def _section(group: Sequence[Ranked], frequency: collections.Counter[str] | None) -> dict[str, Json]:
@@ -151,24 +151,24 @@ def _section(group: Sequence[Ranked], frequency: collections.Counter[str] | None
             if (result := _words(item.bullet))
         ]
         topic += f": {', '.join(dict.fromkeys(words))}" if words else ""
-    asked = _chosen("section", "\n".join(item.bullet.content for item in group)).format(topic)
+    question = _chosen("section", "\n".join(item.bullet.content for item in group)).format(topic)
     if len(group) == 1:
-        return _chat(ChatKind.SECTION, group, asked, first.bullet.content)
+        return _chat(ChatKind.SECTION, group, question, first.bullet.content)
     listed = "\n".join(f"{i}. " + item.bullet.content.replace("\n", "\n   ") for i, item in enumerate(group, 1))
-    return _chat(ChatKind.SECTION, group, asked, listed)
+    return _chat(ChatKind.SECTION, group, question, listed)
 
 
 def _merge(ranked: Ranked) -> dict[str, Json]:
-    asked = "\n\n".join([_MERGE, *(_with_votes(text) for text in ranked.texts)])
-    return _chat(ChatKind.MERGE, [ranked], asked, _with_votes(ranked.bullet))
+    question = "\n\n".join([_MERGE, *(_with_votes(text) for text in ranked.texts)])
+    return _chat(ChatKind.MERGE, [ranked], question, _with_votes(ranked.bullet))
 
 
 def _with_votes(bullet: Bullet) -> str:
     return f"helpful={bullet.helpful} harmful={bullet.harmful} :: {bullet.content}"
 
 
-def _chat(kind: ChatKind, group: Sequence[Ranked], asked: str, answer: str) -> dict[str, Json]:
-    messages: list[Json] = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+def _chat(kind: ChatKind, group: Sequence[Ranked], question: str, answer: str) -> dict[str, Json]:
+    messages: list[Json] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {
         "messages": messages,
         "kind": str(kind),

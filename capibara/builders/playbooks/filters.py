@@ -60,9 +60,9 @@ class AgentFilter:
             return "min_interactions"
         if (agent.success_rate or 0) < self.min_success_rate:
             return "min_success_rate"
-        wanted = {domain_name(domain) for domain in self.domains}
-        skills = [skill for name, skill in agent.expertise.items() if not wanted or domain_name(name) in wanted]
-        if wanted and not skills:
+        domains = {domain_name(domain) for domain in self.domains}
+        skills = [skill for name, skill in agent.expertise.items() if not domains or domain_name(name) in domains]
+        if domains and not skills:
             return "domains"
         return "min_expertise" if max(skills, default=0.0) < self.min_expertise else None
 

@@ -36,7 +36,7 @@ def hashes(texts: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray]:
     """
     words, counts = _words(texts)
     stops = np.cumsum(counts)
-    whole = np.maximum(counts - size + 1, 0)  # n-grams of `size` words
+    counts_of_shingles = np.maximum(counts - size + 1, 0)  # n-grams of `size` words
     factors = [np.uint64(pow(_OF_WORD, at + 1, 1 << 64)) for at in range(size)]
     windows = max(0, len(words) - size + 1)
     every, term = np.zeros(windows, np.uint64), np.empty(windows, np.uint64)
@@ -51,8 +51,8 @@ def hashes(texts: Sequence[str], size: int) -> tuple[np.ndarray, np.ndarray]:
         for at, factor in enumerate(factors):
             longer = np.flatnonzero(counts[short] > at)
             of_short[longer] += words[(stops - counts)[short[longer]] + at] * factor
-        result = np.insert(result, (np.cumsum(whole) - whole)[short], of_short)
-    offsets = np.concatenate([[0], np.cumsum(np.where(counts > 0, np.maximum(whole, 1), 0))])
+        result = np.insert(result, (np.cumsum(counts_of_shingles) - counts_of_shingles)[short], of_short)
+    offsets = np.concatenate([[0], np.cumsum(np.where(counts > 0, np.maximum(counts_of_shingles, 1), 0))])
     return mixed(result), offsets
 
 

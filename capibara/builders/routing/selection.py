@@ -142,13 +142,13 @@ def _leaks(split: np.ndarray, shared: Sequence[_Pairs]) -> np.ndarray:
 
 
 def _order(
-    rows: np.ndarray, wanted: np.ndarray, split: int, counts: np.ndarray, balance: Balance, domains: tuple[str, ...]
+    rows: np.ndarray, candidates: np.ndarray, split: int, counts: np.ndarray, balance: Balance, domains: tuple[str, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The examples of a split and their repetitions, shuffled."""
     targets = balance.targets(dict(zip(domains, counts.tolist())), NAMES[split])
     chosen, repeats = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
     for number, domain in enumerate(domains):
-        result = np.flatnonzero(wanted & (rows["domain"] == number))
+        result = np.flatnonzero(candidates & (rows["domain"] == number))
         ranked = result[np.lexsort((result, seeded(rows["id"][result], balance.seed, 2)))]
         remaining, repeat = targets[domain], 0
         while remaining > 0 and len(ranked):

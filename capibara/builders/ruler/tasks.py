@@ -88,10 +88,10 @@ def docstrings(rng: np.random.Generator, phrases: Phrases) -> Material:
     del phrases
     entries = summaries()
     names = rng.permutation([*entries]).tolist()
-    asked, others = names[0], names[1:]
-    question = f"Which function is described by this line: {entries[asked]}"
+    name, others = names[0], names[1:]
+    question = f"Which function is described by this line: {entries[name]}"
     return Material(
-        question, asked, (f"{asked}: {entries[asked]}",), itertools.cycle(f"{n}: {entries[n]}" for n in others)
+        question, name, (f"{name}: {entries[name]}",), itertools.cycle(f"{n}: {entries[n]}" for n in others)
     )
 
 

@@ -58,11 +58,11 @@ def stopping(args: argparse.Namespace) -> SequentialStopping | None:
     """How --stop_early stops; None: all prompts are asked."""
     from capibara.evaluation.statistics.stopping import SequentialStopping
 
-    given = {name: value for name in ("alpha", "negligible") if (value := getattr(args, name)) is not None}
+    options = {name: value for name in ("alpha", "negligible") if (value := getattr(args, name)) is not None}
     if not args.stop_early:
-        for name, value in given.items():
+        for name, value in options.items():
             raise UserError(f"--{name}={value:g} is for --stop_early: add that, or leave it out")
         return None
     if args.score is None:
         raise UserError("--stop_early needs --score: add --score=exact_match, or leave it out")
-    return SequentialStopping(**given)
+    return SequentialStopping(**options)

@@ -57,9 +57,9 @@ def add_stats(parser: argparse.ArgumentParser) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raises UserError if flags are given that are not for args.action, or one that it needs is not."""
     others, action = (_REWIRE, "stats") if args.action == "stats" else (_STATS, args.action)
-    given = {"to" if name == "target" else name: getattr(args, name) for name in others}
-    given |= _settings_of(args) if args.action == "stats" else {}
-    for name, value in given.items():
+    options = {"to" if name == "target" else name: getattr(args, name) for name in others}
+    options |= _settings_of(args) if args.action == "stats" else {}
+    for name, value in options.items():
         if value is not None:
             raise UserError(f"--{name}={value} is not for {action}: leave it out")
     if args.limit is not None and args.limit < 1:

@@ -80,8 +80,8 @@ def add_state(parser: argparse.ArgumentParser) -> None:
 
 def values_of(args: argparse.Namespace, backend: type[Backend]) -> dict[str, object]:
     """The values of the back end's flags that the command line sets."""
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(backend)}
-    return {name: value for name, value in given.items() if value is not None}
+    flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(backend)}
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def pairs(texts: Sequence[str], flag: str) -> dict[str, str]:

@@ -177,8 +177,8 @@ def _jobs(args: argparse.Namespace, kind: type[Backend]) -> int:
     first = Study(folder, sweep).first_trials(1)[0]
     _checked(Study(folder, sweep), args)
     # The statements of a trial are part of it, since what is varied may have no other value.
-    whole = argparse.Namespace(**{**vars(args), "gin_bindings": [*args.gin_bindings, *first.statements]})
-    backend, spec, sources = job_of(whole, kind)
+    namespace = argparse.Namespace(**{**vars(args), "gin_bindings": [*args.gin_bindings, *first.statements]})
+    backend, spec, sources = job_of(namespace, kind)
     common = {f"--gin_bindings={statement}" for statement in first.statements}
     spec = dataclasses.replace(spec, arguments=tuple(argument for argument in spec.arguments if argument not in common))
     digest = trial_runs.digest(path for name, path in sources.paths.items() if not name.endswith(".whl"))

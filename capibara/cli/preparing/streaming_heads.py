@@ -47,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from capibara.models import head_patterns
 
     gates_LK, sizes = _of_run(args.run) if args.gates is None else head_patterns.read_gates(args.gates)
-    given = {name: getattr(args, name) for name in ("sink_tokens", "recent_window") if getattr(args, name) is not None}
+    options = {
+        name: getattr(args, name) for name in ("sink_tokens", "recent_window") if getattr(args, name) is not None
+    }
     heads = head_patterns.streaming(gates_LK, share=args.share, threshold=args.threshold)
-    pattern = dataclasses.replace(sizes, heads=heads, **given)
+    pattern = dataclasses.replace(sizes, heads=heads, **options)
     gates_files = head_patterns.written_gates(pattern, gates_LK) if args.duo_attention else {}
     outputs.save(args.output, head_patterns.written(pattern, gates_LK))
     for name, text in gates_files.items():

@@ -44,11 +44,11 @@ def make(combine: Combine, mesh: Mesh, specs: PyTree, axis: str) -> ShardedAggre
     ) -> tuple[PyTree, Report]:
         trees.check_stacked(stacked, nodes)
         leaves, structure = jax.tree.flatten(stacked)
-        given = [] if key is None else [key]
+        keys = [] if key is None else [key]
         others = trees.references(stacked, reference)
 
         def local(
-            leaves: list[jax.Array], others: list[jax.Array], given: list[jax.Array]
+            leaves: list[jax.Array], others: list[jax.Array], keys: list[jax.Array]
         ) -> tuple[list[jax.Array], Report]:
             values = Values(
                 layout=Exchanged(nodes, axis),
@@ -56,14 +56,14 @@ def make(combine: Combine, mesh: Mesh, specs: PyTree, axis: str) -> ShardedAggre
                 references=[leaf.reshape(-1) for leaf in others],
                 axes=over,
             )
-            combined, report = combine(values, given[0] if given else None)
+            combined, report = combine(values, keys[0] if keys else None)
             return [new.reshape(leaf.shape[1:]) for new, leaf in zip(combined, leaves)], report
 
         of_nodes = [PartitionSpec(axis, *spec) for spec in flat]
         everywhere = PartitionSpec()
-        in_specs = of_nodes, flat if others else [], [everywhere] * len(given)
+        in_specs = of_nodes, flat if others else [], [everywhere] * len(keys)
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(flat, everywhere), check_vma=False)
-        combined, report = run(leaves, others, given)
+        combined, report = run(leaves, others, keys)
         return jax.tree.unflatten(structure, combined), report
 
     return aggregate

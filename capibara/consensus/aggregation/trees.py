@@ -66,12 +66,12 @@ def references(stacked: PyTree, reference: PyTree | None) -> list[jax.Array]:
     """
     if reference is None:
         return []
-    wanted = {name: shape[1:] for name, (shape, _) in _shapes(stacked).items()}
+    shapes = {name: shape[1:] for name, (shape, _) in _shapes(stacked).items()}
     has = {name: shape for name, (shape, _) in _shapes(reference).items()}
-    for name in (*wanted, *has):
-        if wanted.get(name) != has.get(name):
+    for name in (*shapes, *has):
+        if shapes.get(name) != has.get(name):
             raise UserError(
-                f"reference {name} has the shape {has.get(name)}, must be {wanted.get(name)} as on the nodes"
+                f"reference {name} has the shape {has.get(name)}, must be {shapes.get(name)} as on the nodes"
             )
     return jax.tree.leaves(reference)
 

@@ -152,10 +152,10 @@ class ChatTemplate:
         """
         name, variables = self._name_for(first := conversations[0][0]), first.variables or {}
         _check_asked(variables, self._compiled(name)[2], self._files.token_names, where)
-        given = {"documents": None, **self.variables, **variables, "tools": first.tools}
+        names = {"documents": None, **self.variables, **variables, "tools": first.tools}
         each = [{"messages": item.messages, "add_generation_prompt": prompt} for item, prompt in conversations]
         try:
-            texts = template_process.render(*self._compiled(name)[:2], self._files.token_names | given, each)
+            texts = template_process.render(*self._compiled(name)[:2], self._files.token_names | names, each)
         except TemplateError as error:
             raise self._failure(error, name, where) from None
         marked = self.has_generation_blocks(name)
@@ -282,16 +282,16 @@ class ChatTemplate:
         return {}
 
 
-def _check_asked(variables: Mapping[str, Any], asked: frozenset[str], token_names: Collection[str], where: str) -> None:
+def _check_asked(variables: Mapping[str, Any], names: frozenset[str], token_names: Collection[str], where: str) -> None:
     """Raises UserError for a variable of a record that the template does not ask for, or that is of the tokenizer or conversation."""
     if not variables:
         return
-    asked = asked - {"messages", "tools", "add_generation_prompt", *token_names}
+    names = names - {"messages", "tools", "add_generation_prompt", *token_names}
     for name in variables:
-        if name not in asked:
+        if name not in names:
             raise UserError(
                 f"{where} has {name!r} for the chat template (in chat_template_kwargs, or documents), which asks for "
-                f"{', '.join(sorted(asked)) or 'no variable'}: leave it out{did_you_mean(name, asked)}"
+                f"{', '.join(sorted(names)) or 'no variable'}: leave it out{did_you_mean(name, names)}"
             )
 
 

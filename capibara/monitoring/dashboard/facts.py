@@ -47,8 +47,8 @@ class Facts:
             return {"unavailable": "this server does not look for it"}
         key = (name, run.folder)
         with self._lock:
-            asked = self._asked.setdefault(key, threading.Lock())
-        with asked:  # viewers who ask the same share one answer
+            lock = self._asked.setdefault(key, threading.Lock())
+        with lock:  # viewers who ask the same share one answer
             retained = self._cached.get(key)
             if retained is not None and time.monotonic() - retained[0] < _KEPT_S.get(name, 60.0):
                 return retained[1]

@@ -157,28 +157,28 @@ def _token(options: Options, *, is_open: bool) -> tuple[str | None, bool]:
     Raises:
       UserError: its file cannot be read, or it is too short.
     """
-    given, source = os.environ.get(TOKEN, "").strip(), TOKEN
+    token, source = os.environ.get(TOKEN, "").strip(), TOKEN
     if options.token_file is not None:
         source = f"--token_file={options.token_file}"
         try:
             with open(options.token_file, encoding="utf-8") as file:
-                given = file.read(4_096).strip()
+                token = file.read(4_096).strip()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{source} cannot be read ({error}): name a file that holds a token") from None
-        if not given:
+        if not token:
             raise UserError(f"{source} is empty: write a token of at least {_LEAST_TOKEN} characters")
-    if given:
-        if len(given) < _LEAST_TOKEN or not given.isascii() or not given.isprintable():
+    if token:
+        if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable():
             raise UserError(
                 f"{source} must have at least {_LEAST_TOKEN} printable ASCII characters: try openssl rand -hex 32"
             )
-        return given, False
+        return token, False
     return (secrets.token_urlsafe(32), True) if is_open else (None, False)
 
 
 def _raise_file_limit(needed: int) -> None:
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now != resource.RLIM_INFINITY and needed > now:
-        wanted = needed if most == resource.RLIM_INFINITY else min(needed, most)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

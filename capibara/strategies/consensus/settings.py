@@ -273,14 +273,14 @@ def _check_fragments(config: Settings) -> None:
     soups = [
         f"the strategy '{name}'" for name in ("incremental_soup", "hierarchical") if config.does(StrategyName(name))
     ]
-    whole = [
+    whole_model_options = [
         *soups,
         *([f"merge_strategy = '{config.merge_strategy}'"] * (config.merge_strategy is not MergeStrategy.AGGREGATION)),
     ]
-    whole += [f"voting_strategy = '{config.voting_strategy}'"] * config.votes
-    if whole and config.fragments > 1:
+    whole_model_options += [f"voting_strategy = '{config.voting_strategy}'"] * config.votes
+    if whole_model_options and config.fragments > 1:
         raise UserError(
-            f"ConsensusConfig.fragments is {config.fragments}, and {whole[0]} needs rounds of the whole model: leave one of them out"
+            f"ConsensusConfig.fragments is {config.fragments}, and {whole_model_options[0]} needs rounds of the whole model: leave one of them out"
         )
 
 

@@ -99,12 +99,14 @@ def gradient_of(arrays: Arrays, compression: Compression, shapes: Shapes) -> dic
     return {name: np.asarray(x) for name, x in jax.jit(compression.decode)(sent, like).items()}
 
 
-def _check_names(names: set[str], wanted: set[str]) -> None:
-    if names == wanted:
+def _check_names(names: set[str], expected: set[str]) -> None:
+    if names == expected:
         return
-    missing, extra = sorted(wanted - names), sorted(names - wanted)
+    missing, extra = sorted(expected - names), sorted(names - expected)
     fault = f"{missing[0]} is missing" if missing else f"{limits.shortened(extra[0])} is unknown"
-    raise UserError(f"its parameters are not the group's: {fault}, {len(missing) + len(extra)} of {len(wanted)} differ")
+    raise UserError(
+        f"its parameters are not the group's: {fault}, {len(missing) + len(extra)} of {len(expected)} differ"
+    )
 
 
 def _check(array: np.ndarray, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> None:

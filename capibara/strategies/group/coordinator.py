@@ -498,8 +498,8 @@ def _stored_outer(exchange: Exchange, agreed: Agreed, outer: OuterOptimizer, mod
     """The leaves of the outer optimizer's state in the exchange; raises UserError if it is another one's."""
     stored = exchange.read_outer(agreed, 3 * arrays.most_bytes(arrays.shapes_of(model)))
     result = [array for _, array in sorted(arrays.from_bytes(stored).items())]
-    wanted = [x.shape for x in jax.tree.leaves(jax.eval_shape(outer.init, dict(model)))]
-    if [x.shape for x in result] != wanted:
+    shapes = [x.shape for x in jax.tree.leaves(jax.eval_shape(outer.init, dict(model)))]
+    if [x.shape for x in result] != shapes:
         raise UserError(
             f"the state in {exchange} is that of another Coordinator.outer than {type(outer).__name__} with these options: "
             "restore it, or name another exchange"

@@ -99,15 +99,15 @@ class Access:
         """Whether a request carries the token or the cookie."""
         if self.token is None:
             return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self.is_token(given.strip()):
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self.is_token(token.strip()):
             return True
         # Not http.cookies, which reads nothing after an odd cookie of another program on this host.
         return _same(cookie_parser(headers.get("cookie", "")).get(self.cookie, ""), self.session)
 
-    def is_token(self, given: str) -> bool:
+    def is_token(self, token: str) -> bool:
         """Whether this is the token; takes the same time for every wrong one."""
-        return self.token is not None and _same(given, self.token)
+        return self.token is not None and _same(token, self.token)
 
 
 def check_hosts(names: Sequence[str]) -> None:
@@ -175,8 +175,8 @@ class Guarded:
         self._check_names(scope, headers)
         if scope["method"] not in ("GET", "HEAD"):
             raise Refusal(405, f"{scope['method'][:20]} is not supported: use GET", "method_not_allowed")
-        if scope["path"] == "/" and (given := _token_of(scope)) is not None:
-            return self._sign_in(given, client, headers, scope)
+        if scope["path"] == "/" and (token := _token_of(scope)) is not None:
+            return self._sign_in(token, client, headers, scope)
         if scope["path"] == "/health" or self._rules.is_known(headers):
             return None
         if headers.get("authorization") is not None and not self._failures.take(client):
@@ -186,10 +186,10 @@ class Guarded:
             return Response(_SIGNED_IN if is_link else _SIGN_IN, 401, media_type="text/html")
         raise Refusal(401, "a token is needed: open the address that the server printed", "token_needed")
 
-    def _sign_in(self, given: str, client: str, headers: Headers, scope: Scope) -> Response:
+    def _sign_in(self, token: str, client: str, headers: Headers, scope: Scope) -> Response:
         """Exchanges a token in the address for a cookie, and removes it from the address."""
         if self._rules.token is not None:
-            if not self._failures.has_room(client) or not self._rules.is_token(given):
+            if not self._failures.has_room(client) or not self._rules.is_token(token):
                 if not self._failures.take(client):
                     raise Refusal(429, "too many wrong tokens: wait a moment", "too_many_requests")
                 raise Refusal(401, "the token is wrong: open the address that the server printed", "wrong_token")

@@ -39,8 +39,8 @@ class Answers:
           headers: of the request.
         """
         with self._lock:
-            asked = self._asked.setdefault(key, threading.Lock())
-        with asked:
+            lock = self._asked.setdefault(key, threading.Lock())
+        with lock:
             retained = self._cached.get(key)
             if retained is None or retained[0] != stamp:
                 retained = self._keep(key, stamp, json_bytes(make()))
