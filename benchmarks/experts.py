@@ -1,6 +1,7 @@
 """What rewiring a mixture's experts costs, by domain, before and after some training.
 
-    capibara prepare routing ... --out=set                            # six domains, see docs/routing_sets.md
+    python benchmarks/domain_texts.py --out=texts ...                 # texts of six domains, see there
+    capibara prepare routing texts/documents --out=set ...            # see docs/experts.md, "Measured"
     python benchmarks/experts.py --texts=set --folder=runs/experts [--steps=400] [--healing=60] [--json=OUT] [--picture=PNG]
 
 Trains a small mixture of experts on a routing set by `cb.train`, measures its experts on the validation split by

@@ -47,6 +47,13 @@ def test_functions_and_methods_are_whole_texts(domain_texts):
     ]
 
 
+def test_tests_of_a_package_are_no_sources(domain_texts, tmp_path):
+    for name in ("parts/a.py", "parts/a_test.py", "tests/b.py", "_vendor/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("def f():\n    return 1\n")
+    assert domain_texts.of_python(tmp_path, "mine") == [("def f():\n    return 1", "mine/parts/a.py")]
+
+
 @pytest.mark.parametrize("end", [";", ""])
 def test_statements_are_put_together_until_they_are_long_enough(domain_texts, end):
     lines = [f"SELECT {number}, '{'x' * 90}'{end}" for number in range(6)]
