@@ -43,8 +43,8 @@ from collections.abc import Iterator, Sequence
 HERE = pathlib.Path(__file__).resolve().parent
 BANDS, ROWS = 14, 8
 FILES = 8  # of a corpus, so that datatrove's workers have some each
-DEDUPLICATION = ("start", "hashing the input", "reading documents", "finding equal documents", "filtering documents",
-                 "finding similar documents")  # fmt: skip
+DEDUPLICATION = ("start", "hashing the input", "reading documents", "finding exact duplicates", "filtering documents",
+                 "finding near duplicates")  # fmt: skip
 TEXTS = (
     f"{sysconfig.get_paths()['stdlib']}/**/*.py",
     "/usr/share/doc/linux-doc*/Documentation/**/*.rst.gz",

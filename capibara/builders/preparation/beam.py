@@ -1,7 +1,7 @@
 """The same preparation on Apache Beam: its shuffles take the place of the local build's files.
 
 Elements are arrays of a part, not single documents, so that a runner's cost an element does not matter. Keys are integers,
-which all runners hash and encode the same in every process. Only the grouping of similar documents is one task: it holds
+which all runners hash and encode the same in every process. Only the clustering of near duplicates is one task: it holds
 16 bytes for each document that has a similar one.
 
 Runners: the DirectRunner, with several processes; the DaskRunner on a cluster of Dask; Flink, Spark and Dataflow by Beam's own
@@ -113,7 +113,7 @@ class _Job:
             yield "keys", (number, (part, result.keys[:, inside], result.documents[inside]))
 
     def without_equal(self, of_range: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
-        """Finds equal documents in a range of keys; the numbers of the first ones by part."""
+        """Finds exact duplicates in a range of keys; the numbers of the first ones by part."""
         keys, documents = _joined(of_range[1])
         repeated, _ = tables.repeated(keys, documents)
         yield from _by_part(np.setdiff1d(documents, repeated, assume_unique=True))
@@ -131,7 +131,7 @@ class _Job:
                     of_band = band * len(self._ranges) + number
                     yield "keys", (of_band, (part, key[None, inside], result.documents[inside]))
 
-    # --- similar documents
+    # --- near duplicates
 
     def pairs(self, of_range: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
         """Pairs of documents with the same key of a band, by the part of the first of the pair."""
@@ -150,7 +150,7 @@ class _Job:
             yield part, ("pairs", item[inside], other[inside], result[inside])
 
     def similar(self, of_part: tuple[int, Iterable[Any]]) -> Iterator[_Keyed]:
-        """The pairs of similar documents."""
+        """The pairs of near duplicates."""
         pairs, signatures = _split(of_part[1])
         for item, other, result in pairs:
             assert self.settings.near is not None
@@ -158,7 +158,7 @@ class _Job:
             yield _ALL, (item[retained], other[retained])
 
     def groups(self, everything: tuple[int, Iterable[Arrays]]) -> Iterator[_Keyed]:
-        """Groups similar documents; the numbers of all but the first of each group by part."""
+        """Clusters near duplicates; the numbers of all but the first of each group by part."""
         pairs = [np.stack(pair) for pair in everything[1]]
         documents, places = np.unique(np.concatenate(pairs, axis=1), return_inverse=True)
         groups = near.Groups(np.zeros(len(documents), np.int64))

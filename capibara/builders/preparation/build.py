@@ -136,7 +136,7 @@ def _write_sketched(scratch: Parts, part: CorpusPart, sketched: stages.Sketched,
 
 @dataclasses.dataclass(frozen=True)
 class FindPairs:
-    """Writes the pairs of similar documents in a range of a band's keys.
+    """Writes the pairs of near duplicates in a range of a band's keys.
 
     Attributes:
       scratch: where the tables are.
@@ -253,7 +253,7 @@ class _Build:
         sizes = [item.keys for item in self._summaries]
         every = tables.ranges(sum(sizes))
         for done, within in enumerate(every):
-            self._progress("finding equal documents", f"{done} of {len(every)}")
+            self._progress("finding exact duplicates", f"{done} of {len(every)}")
             keys, documents = [], []
             for part, count in enumerate(sizes):
                 with open(self._output.scratch.path(_exact(part)), "rb") as file:
@@ -287,7 +287,7 @@ class _Build:
         sizes = [wholes[_near(part.number)].file.records for part in self._parts]
         tasks = [(band, within) for band in range(settings.bands) for within in tables.ranges(sum(sizes))]
         find = FindPairs(self._output.scratch, settings, self._offsets, sizes)
-        self._each("finding similar documents", find, tasks)
+        self._each("finding near duplicates", find, tasks)
         path = os.path.join(self._output.scratch.folder, "groups")
         groups = near.Groups(np.memmap(path, np.int64, "w+", shape=(len(retained),)))
         for band, within in tasks:

@@ -116,7 +116,7 @@ def keys(signatures: np.ndarray, settings: NearDuplicates) -> np.ndarray:
 
 
 def are_similar(first: np.ndarray, other: np.ndarray, settings: NearDuplicates) -> np.ndarray:
-    """Whether the signatures [n, permutations] in the same rows are of similar documents, [n] bool."""
+    """Whether the signatures [n, permutations] in the same rows are of near duplicates, [n] bool."""
     return (first == other).sum(axis=1) >= settings.similarity * settings.permutations
 
 

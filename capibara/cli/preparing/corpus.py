@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from capibara.cli.preparing import builders
 from capibara.core.types import UserError
 
-_DESCRIPTION = """Prepare a corpus: drop equal and similar documents, filter, tokenize and pack once.
+_DESCRIPTION = """Prepare a corpus: drop exact and near duplicates, filter, tokenize and pack once.
 
 IN is a file, a folder, a glob or an address (gs://, s3://): JSON lines, Parquet or text.
 

@@ -136,8 +136,8 @@ build.prepare([sys.argv[1]], sys.argv[2], {"small": SMALL, "filtered": FILTERED}
 @pytest.mark.parametrize(
     "name, moments",
     [
-        ("small", ["reading documents 2 of 9", "finding similar documents 5 of 14", "writing shards 2 of 5"]),
-        ("filtered", ["reading documents 8 of 9", "filtering documents 3 of 9", "finding similar documents 5 of 14"]),
+        ("small", ["reading documents 2 of 9", "finding near duplicates 5 of 14", "writing shards 2 of 5"]),
+        ("filtered", ["reading documents 8 of 9", "filtering documents 3 of 9", "finding near duplicates 5 of 14"]),
     ],
 )
 def test_a_killed_build_resumes_to_the_same_bytes(prepared, corpus, tmp_path, name, moments):
@@ -173,7 +173,7 @@ from capibara.builders.preparation import build
 from tests.builders.preparation.test_build import SMALL
 
 def progress(topic, detail):
-    if topic == "finding similar documents":
+    if topic == "finding near duplicates":
         print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
