@@ -46,15 +46,24 @@ class Slice:
       chip: its kind.
       shape: of one slice, in chips along each axis of the torus; (n,) for a flat network.
       count: slices.
+      whole: the slice of which this is a part (see `part`); None: it is whole.
     """
 
     chip: Chip
     shape: tuple[int, ...]
     count: int = 1
+    whole: Slice | None = None
+
+    @property
+    def title(self) -> str:
+        """The name, for users; of a part "4 of the 8 devices of v5e-8"."""
+        return self.name if self.whole is None else f"{self.devices} of the {self.whole.devices} devices of {self.name}"
 
     @property
     def name(self) -> str:
-        """The shortest name that `parse` maps to this slice."""
+        """The shortest name that `parse` maps to this slice; of a part that of the whole, which is what can be rented."""
+        if self.whole is not None:
+            return self.whole.name
         chips_, kind = self.chips_per_slice, self.chip
         usual = _usual_shape(kind, chips_)
         item = f"{kind.name}-{chips_ * kind.name_units}" if self.shape == usual else f"{kind.name}:{self.gke_topology}"
@@ -83,6 +92,8 @@ class Slice:
     @property
     def machine(self) -> Machine | None:
         """The virtual machine with its chips; None for the CPU."""
+        if self.whole is not None:
+            return self.whole.machine
         machines = self.chip.machines
         # A slice of at most one full machine uses the machine of its size; larger ones use one kind of machine: [v5e],
         # [v6e].
@@ -184,7 +195,34 @@ class Slice:
             if self.chip.price is None:
                 return None
             usd_per_chip_hour = self.chip.price.usd
-        return self.chips * usd_per_chip_hour
+        return (self.whole or self).chips * usd_per_chip_hour
+
+
+def part(slice_: Slice, first: int, devices: int) -> Slice | None:
+    """The `devices` devices of a one-host slice from the `first` on, in JAX's order.
+
+    JAX numbers the chips of a host along the first axis of the torus, then along the next ones. Of v5e-8 (2x4) the first six
+    are 2x3, and the first three fill no box.
+
+    Returns:
+      The part, with the links of its box; None if its chips form no box, of which JAX makes no mesh.
+    """
+    assert slice_.hosts == 1, "JAX numbers chips host by host"
+    each = slice_.chip.devices
+    if first % each or devices % each:
+        return None
+    places = [_place(number, slice_.shape) for number in range(first // each, (first + devices) // each)]
+    box = tuple(max(along) - min(along) + 1 for along in zip(*places))
+    return dataclasses.replace(slice_, shape=box, whole=slice_) if math.prod(box) == len(places) else None
+
+
+def _place(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The place of a chip in the torus."""
+    place = []
+    for side in shape:
+        number, along = divmod(number, side)
+        place.append(along)
+    return tuple(place)
 
 
 def parse(name: str) -> Slice:

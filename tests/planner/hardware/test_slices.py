@@ -172,3 +172,38 @@ def test_names_are_read_without_jax():
         "sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "devices", "shape"),
+    [
+        ("v5e-8", 0, 4, (2, 2)),
+        ("v5e-8", 0, 6, (2, 3)),
+        ("v5e-8", 6, 2, (2, 1)),
+        ("v5e-8", 0, 1, (1, 1)),
+        ("v5e-8", 0, 3, None),
+        ("v5e-8", 1, 2, None),
+        ("v5p-8", 0, 2, (2, 1, 1)),
+        ("tpu7x-8", 4, 4, (2, 1, 1)),  # two devices a chip
+        ("tpu7x-8", 0, 3, None),
+        ("h100-8", 0, 5, (5,)),
+    ],
+)
+def test_a_part_is_a_box_of_the_first_or_last_devices(name, first, devices, shape):
+    whole = slices.parse(name)
+    part = slices.part(whole, first, devices)
+    if shape is None:
+        assert part is None
+        return
+    assert part.shape == shape and part.devices == devices
+    assert part.title == f"{devices} of the {whole.devices} devices of {name}" and part.name == name == whole.title
+
+
+def test_a_part_has_the_machine_and_the_price_of_the_whole():
+    whole = slices.parse("v5e-8")
+    part = slices.part(whole, 0, 4)
+    assert part.price_per_hour() == whole.price_per_hour() and part.price_per_hour(2.0) == 16.0
+    assert part.hosts == 1 and part.chips == 4
+    whole = slices.parse("v6e-8")
+    host_bytes = slices.part(whole, 0, 1).device_host_bytes
+    assert host_bytes == whole.device_host_bytes != slices.parse("v6e-1").device_host_bytes

@@ -1,11 +1,16 @@
 """Names of slices; the devices behind them where libtpu is installed."""
 
 import importlib.util
+import math
 
 import pytest
 
+from capibara import sharding
 from capibara.core.types import UserError
 from capibara.planner.hardware import slices, topology
+from capibara.sharding import Plan
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ def test_without_libtpu_the_install_command_is_said(monkeypatch):
         topology.slice_devices("v5e-4")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@needs_libtpu
 def test_slices_have_their_chips_and_hosts():
     for name, chips, hosts, kind in (("v5e-1", 1, 1, "TPU v5 lite"), ("v6e-16", 16, 4, "TPU v6 lite")):
         devices = topology.slice_devices(name)
@@ -55,7 +60,7 @@ def test_slices_have_their_chips_and_hosts():
         topology.slice_devices("v5e:3x5")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@needs_libtpu
 @pytest.mark.parametrize("name", ["v6e-8", "v5p-128", "tpu7x-2", "v4-8", "2xv5e-16"])
 def test_the_compiler_agrees_with_the_tables(name):
     devices, want = topology.slice_devices(name), slices.parse(name)
@@ -67,3 +72,20 @@ def test_the_compiler_agrees_with_the_tables(name):
 def test_the_compiler_is_not_asked_for_gpus():
     with pytest.raises(UserError, match="slice 'h100-8' has no TPUs"):
         topology.topology_name("h100-8")
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5e-8", "v6e-8", "v5p-8"])
+def test_jax_makes_meshes_of_the_parts_that_are_boxes_and_of_no_others(name):
+    whole, all_devices = slices.parse(name), topology.slice_devices(name)
+    for count in range(1, whole.devices):
+        for first in (0, whole.devices - count):
+            part, chosen = slices.part(whole, first, count), all_devices[first : first + count]
+            sides = [max(along) - min(along) + 1 for along in zip(*(device.coords for device in chosen))]
+            if part is None:
+                assert math.prod(sides) != count
+                with pytest.raises(AssertionError):
+                    sharding.make_mesh(Plan(batch_size=count, fsdp=count), chosen)
+            else:
+                assert tuple(sides)[: len(part.shape)] == part.shape
+                sharding.make_mesh(Plan(batch_size=count, fsdp=count), chosen)
