@@ -9,6 +9,7 @@ from capibara.api.opening import model_config
 from capibara.api.stored import path_of
 from capibara.core.types import UserError
 from capibara.models.api import TransformerConfig
+from capibara.objectives.loss import Loss
 from capibara.sharding import Plan
 from capibara.training.trainer import Trainer
 
@@ -30,6 +31,7 @@ class PlannedRun:
       step_s: seconds of a step, predicted.
       tokens_per_s: of the whole slice, predicted.
       description: one line.
+      loss: for `capibara.Trainer`: the run's, with the split between training and drawing if it has `rollout_devices`.
     """
 
     plan: Plan = dataclasses.field(repr=False)
@@ -38,6 +40,7 @@ class PlannedRun:
     step_s: float
     tokens_per_s: float
     description: str
+    loss: Loss | None = dataclasses.field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -65,11 +68,11 @@ def plan(
       most: the largest number of plans.
 
     Raises:
-      UserError: there is no such slice, or no mesh of it divides the model.
+      UserError: there is no such slice, or no mesh of it divides the model; of a run with `rollout_devices` also if nothing fits.
     """
     from capibara.planner.hardware import slices
     from capibara.planner.model import workload
-    from capibara.planner.search import ranking
+    from capibara.planner.search import ranking, splits
 
     for name, value in (("length", length), ("batch_size", batch_size), ("most", most)):
         if value is not None and (type(value) is not int or value < 1):
@@ -83,6 +86,11 @@ def plan(
     workload.check_ordinary(trainer)
     slice_, work = slices.parse(slice), workload.of_run(trainer)
     question = ranking.Question(batch_size=batch_size, headroom=headroom, state_dtypes=tuple(work.state))
+    if trainer.loss is None or not trainer.loss.rollout_devices:
+        layout = splits.Layout(slice_, ranking.search(work, slice_, question))
+    else:
+        layout = splits.search(trainer, slice_, work, question)
+    divided = [split.describe() for split in layout.splits[:1]]
     return [
         PlannedRun(
             dataclasses.replace(trainer.plan, **item.choice.fields(work, slice_.name)),
@@ -90,9 +98,10 @@ def plan(
             item.limit_bytes,
             item.cost.step_s,
             item.cost.tokens_per_s,
-            item.choice.describe(),
+            "; ".join([item.choice.describe(), *divided]),
+            layout.divided(trainer).loss,
         )
-        for item in ranking.search(work, slice_, question)[:most]
+        for item in layout.ranked[:most]
     ]
 
 
@@ -113,6 +122,7 @@ def prove(trainer: Trainer, slice: str | None = None, *, deadline_s: float = 180
     from capibara.config import written
     from capibara.planner.compiler import proof
     from capibara.planner.hardware import slices, topology
+    from capibara.planner.search import splits
 
     if not isinstance(trainer, Trainer):
         raise UserError(
@@ -123,7 +133,8 @@ def prove(trainer: Trainer, slice: str | None = None, *, deadline_s: float = 180
         raise UserError("slice is not set, and Plan.slice is None: name one, such as slice='v5e-64'")
     slice_ = slices.parse(name)
     topology.check(slice_.name)
-    trainer.plan.mesh_shape(slice_.devices, slice_.name)
+    part = splits.training_part(trainer, slice_)
+    trainer.plan.mesh_shape(part.devices, slice_.name if part == slice_ else f"{slice_.name} without rollout_devices")
     lines = [line for line in written.text_of(trainer).split("\n") if line]
     return proof.prove(trainer, proof.Configuration((), lines), slice_, deadline_s=deadline_s)
 

@@ -41,8 +41,8 @@ def plan(args: argparse.Namespace) -> int:
     from capibara.planner.compiler import proof, verify
     from capibara.planner.hardware import slices, topology
     from capibara.planner.model import workload
-    from capibara.planner.report import explain, files, report
-    from capibara.planner.search import ranking, slice_choice
+    from capibara.planner.report import explain, files, halves, report
+    from capibara.planner.search import slice_choice, splits
     from capibara.storage import outputs
 
     of_flag = None if args.slice is None else slices.parse(args.slice)  # errors are raised before the model is built
@@ -62,26 +62,28 @@ def plan(args: argparse.Namespace) -> int:
     question = questions.question(args, work, run.plan, rows)
     result, money = [], {"tokens": args.tokens, "usd": args.usd_per_chip_hour}
     if args.goal in questions.SLICE_GOALS:
+        slice_choice.check_all_train(run, args.goal)
         with StatusLine() as line:
             result = slice_choice.offers(work, args, question, lambda name: line.show("searching", name))
         chosen = slice_choice.best(result, args)
-        slice_, ranked = chosen.slice_, chosen.ranked
+        slice_, layout = chosen.slice_, splits.Layout(chosen.slice_, chosen.ranked)
     else:
         slice_ = questions.slice_of(of_flag, run.plan)
-        ranked = ranking.search(work, slice_, question)
-        if not ranked[0].fits:
-            raise ranking.no_plan(ranked[0], work, slice_, question)
-    walk = verify.unproven(ranked, question)
+        layout = splits.search(run, slice_, work, question)
+    walk, part = verify.unproven(layout.ranked, question), layout.part
     if args.verify:
         topology.check(slice_.name)
         with StatusLine() as line:
-            prove = proof.prover(run, configuration, work, slice_, deadline_s=args.deadline, status=line.show)
-            walk = verify.walk(work, slice_, question, prove, most=args.tries)
-    files.save(args, walk, work, slice_, result, **money)
+            child = configuration.bound(layout.bindings)
+            prove = proof.prover(layout.divided(run), child, work, slice_, deadline_s=args.deadline, status=line.show)
+            walk = verify.walk(work, part, question, prove, most=args.tries)
+        layout = layout.ranked_again(walk.ranked)
+    files.save(args, walk, work, layout, result, **money)
     if result:
         report.show_offers(result, chosen, **money)
-    report.show(walk, work, slice_, top=args.top, **money)
+    report.show(walk, work, part, top=args.top, **money)
+    print("".join(f"{line}\n" for line in halves.lines(layout)), end="")
     print("".join(f"note: {line}\n" for line in questions.notes(args, run.plan, rows, read)), end="")
     if args.explain:
-        print("\n".join(explain.lines(walk.ranked[0], work, slice_)))
+        print("\n".join(explain.lines(walk.ranked[0], work, part)))
     return 0

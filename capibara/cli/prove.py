@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -49,9 +48,8 @@ def prove(args: argparse.Namespace) -> int:
     from capibara.monitoring.status import StatusLine
     from capibara.planner.compiler import compile_cache, proof
     from capibara.planner.hardware import slices, topology
-    from capibara.planner.model import workload
-    from capibara.planner.report import report
-    from capibara.planner.search import automatic
+    from capibara.planner.report import halves, report
+    from capibara.planner.search import automatic, splits
     from capibara.storage import outputs
 
     of_flag = None if args.slice is None else slices.parse(args.slice)
@@ -62,18 +60,18 @@ def prove(args: argparse.Namespace) -> int:
     slice_ = of_flag or (slices.parse(run.plan.slice) if run.plan.slice else None)
     if slice_ is None:
         raise UserError("--slice has no value and Plan.slice is not bound: name a slice, e.g. --slice=v5e-64")
-    plan, title = automatic.plan(run, slice_)
+    planned, title = automatic.planned(run, slice_)
     if title:  # as in `train`; the child that compiles is told by flags
-        args.gin_bindings = [*args.gin_bindings, *(item.line for item in written.differences(run.plan, plan))]
-        run = dataclasses.replace(run, plan=plan)
+        args.gin_bindings = [*args.gin_bindings, *(item.line for item in written.differences(run, planned))]
+        run = planned
         print(title)
-    count = workload.training_devices(run, slice_.devices)
-    run.plan.mesh_shape(count, slice_.name if count == slice_.devices else f"{slice_.name} without rollout_devices")
+    part = splits.training_part(run, slice_)
+    run.plan.mesh_shape(part.devices, slice_.name if part == slice_ else f"{slice_.name} without rollout_devices")
     if args.child:
         from capibara.training.setup import lower_step
 
         compile_cache.announce("lowering")
-        mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name)[:count])
+        mesh = sharding.make_mesh(run.plan, topology.slice_devices(slice_.name)[: part.devices])
         with proof.without_locations():
             lowered = lower_step(run, api.build(run.model), mesh)
         proof.answer(lowered, slice_, mesh, proof.flags(run, slice_))
@@ -91,5 +89,5 @@ def prove(args: argparse.Namespace) -> int:
         outputs.save(args.json, json.dumps(report.verdict_json(result), indent=1))
     if result.compiled is None:
         raise UserError(result.message)
-    print("\n".join([*report.verdict_lines(result, slice_), *report.rollout_lines(run)]))
+    print("\n".join([*report.verdict_lines(result, slice_), *halves.engine_lines(run)]))
     return 0 if result.compiled.fits else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, Self, TypedDict
 
 import numpy as np
 from jax.sharding import Mesh
@@ -40,6 +40,33 @@ class ResidentArrays(NamedTuple):
     spread_as: tuple[Params, Params] | None = None
 
 
+class Rollout(NamedTuple):
+    """How an engine on `rollout_devices` draws the answers of a rollout; an axis of its mesh that is None is not set.
+
+    Attributes:
+      prompts, answers: their numbers in a rollout.
+      prompt_tokens, answer_tokens: most tokens of each.
+      steps: train steps on the answers.
+      in_turn: whether drawing and training wait for each other, since no answer may be stale.
+      slots, cache_dtype, prefill_tokens: of the engine; "compute" is the dtype of the model's products.
+      memory_share: share of a device's free memory that the engine may use.
+      tensor, data: mesh axes.
+    """
+
+    prompts: int
+    answers: int
+    prompt_tokens: int
+    answer_tokens: int
+    steps: int
+    in_turn: bool
+    slots: int
+    cache_dtype: str
+    prefill_tokens: int
+    memory_share: float
+    tensor: int | None
+    data: int | None
+
+
 class CrossEntropyOptions(TypedDict):
     """The fields of Trainer that only the cross entropy reads."""
 
@@ -56,7 +83,7 @@ class Loss(abc.ABC):
       means: metrics of a step that a log averages over its steps.
       reads_values: whether it reads the values of a model's value head.
       predicts_ahead: whether it has a term for modules that predict further tokens.
-      rollout_devices: how many devices of a run draw answers and do not train.
+      rollout_devices: how many devices of a run draw answers and do not train; -1: the planner's choice.
     """
 
     data_format: DataFormat = DataFormat.TEXTS
@@ -84,6 +111,16 @@ class Loss(abc.ABC):
         """The arrays on each of `rollout_devices`."""
         del model, dataset
         return ()
+
+    def rollout(self, dataset: Dataset, batch_size: int) -> Rollout | None:
+        """How `rollout_devices` draw the answers of a rollout; None: there are none."""
+        del dataset, batch_size
+        return None
+
+    def with_rollouts(self, devices: int, tensor: int | None, data: int | None) -> Self:
+        """The loss with so many `rollout_devices`, and this mesh of their engine."""
+        del devices, tensor, data
+        return self
 
     @property
     def unplanned(self) -> str | None:

@@ -76,12 +76,10 @@ def with_plan(run: Run) -> tuple[Run, str]:
       The run itself and an empty line, if its mesh is set or it names no slice.
 
     Raises:
-      UserError: as in `automatic.plan`.
+      UserError: as in `automatic.planned`.
     """
-    plan, line = automatic.plan(run.trainer)
-    if not line:
-        return run, line
-    return dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, plan=plan)), line
+    trainer, line = automatic.planned(run.trainer)
+    return (dataclasses.replace(run, trainer=trainer) if line else run), line
 
 
 def emulated(run: Run, device_count: int) -> tuple[Run, str]:

@@ -19,7 +19,7 @@ from capibara.data.sources.sources import DataFormat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom
-from capibara.objectives.loss import ResidentArrays
+from capibara.objectives.loss import ResidentArrays, Rollout
 from capibara.strategies.answering import Answer, check_records
 from capibara.strategies.policy.advantages import overlong_penalty
 from capibara.strategies.rewards.reward import Reward, check_reward
@@ -159,6 +159,11 @@ class RewardedLoss(RolloutLoss):
     def prompt_length(self, dataset: Dataset) -> int:
         """The largest number of tokens of a prompt."""
         return self.drawing(dataset).length - self.sampling.max_new_tokens
+
+    def rollout(self, dataset: Dataset, batch_size: int) -> Rollout | None:
+        prompts = batch_size // self.rows_of_a_prompt * self.mini_batches
+        answers, new_tokens = prompts * self.group * self.conversations, self.sampling.max_new_tokens
+        return self.drawn(prompts, answers, self.prompt_length(dataset), new_tokens) if self.rollout_devices else None
 
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}

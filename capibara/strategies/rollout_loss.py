@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Self
 
 import jax
 
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
+from capibara.inference.engine.cache.batching import PREFILL_TOKENS
 from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.placement import footprint
-from capibara.inference.engine.placement.own_chips import Where
+from capibara.inference.engine.placement.own_chips import MEMORY_SHARE, Where
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
 from capibara.models.api import Model
-from capibara.objectives.loss import Loss, ResidentArrays
+from capibara.objectives.loss import Loss, ResidentArrays, Rollout
 from capibara.strategies.generating import COPIES_APART
 
 
@@ -28,7 +30,8 @@ class RolloutLoss(Loss):
       engine: options of the engine.
       where: whether each process answers its part of the prompts on its own chips, or all processes work together.
       mesh: the mesh of an engine on a process's own chips, or on `rollout_devices`.
-      rollout_devices: how many devices draw answers while the others train: the last ones of the run; 0: all do both in turn.
+      rollout_devices: how many devices draw answers while the others train: the last ones of the run; 0: all do both in turn;
+        -1: the planner's choice for a slice.
       max_staleness: most steps between the weights that draw a rollout and those before its first step, a multiple of the
         steps of a rollout; None: the steps of one; 0: drawing and training wait for each other.
     """
@@ -55,14 +58,9 @@ class RolloutLoss(Loss):
         """The value of `max_staleness`."""
         return self.steps_of_rollout if self.max_staleness is None else self.max_staleness
 
-    @property
-    def unplanned(self) -> str | None:
-        if not self.rollout_devices:
-            return None
-        return (
-            f"{type(self).__name__}.rollout_devices is {self.rollout_devices}, must be 0 for a search, which lays out all chips "
-            "of a slice: set the axes of the mesh of the chips that train (Plan.fsdp, ...), and ask `capibara prove`"
-        )
+    def with_rollouts(self, devices: int, tensor: int | None, data: int | None) -> Self:
+        mesh = dataclasses.replace(self.mesh, tensor=tensor, data=data)
+        return dataclasses.replace(self, rollout_devices=devices, mesh=mesh)
 
     def check_apart(self, importance_cap: float | None) -> None:
         """Raises UserError if the options of drawing beside training do not go together.
@@ -70,9 +68,10 @@ class RolloutLoss(Loss):
         `importance_cap`: the loss's bound of importance weights; None: it has none.
         """
         name, devices, staleness = type(self).__name__, self.rollout_devices, self.max_staleness
-        if devices < 0:
+        if devices < -1:
             raise UserError(
-                f"{name}.rollout_devices is {devices}, must be at least 0 (0: the devices that train draw, too)"
+                f"{name}.rollout_devices is {devices}, must be at least 0 (0: the devices that train draw, too), or -1: the "
+                "planner's choice"
             )
         if staleness is not None and staleness < 0:
             raise UserError(f"{name}.max_staleness is {staleness}, must be at least 0, or None: the steps of a rollout")
@@ -103,6 +102,11 @@ class RolloutLoss(Loss):
                 f"{name}.rollout_devices is {devices}, and the run has {jax.process_count()} processes: drawing beside training "
                 f"is for one process, set {name}.rollout_devices = 0"
             )
+        if devices == -1:
+            raise UserError(
+                f"{name}.rollout_devices is -1, which the planner replaces where it chooses the mesh: set Plan.slice, and leave "
+                f"the axes of the mesh out, or try {name}.rollout_devices = {max(1, count // 2)}"
+            )
         if devices >= count:
             fix = f"try {count // 2}" if count > 1 else f"set {name}.rollout_devices = 0"
             raise UserError(f"{name}.rollout_devices is {devices}, must be below the {count} devices of the run: {fix}")
@@ -113,6 +117,23 @@ class RolloutLoss(Loss):
                 f"{math.gcd(used, devices)}"
             )
         return count - devices
+
+    def drawn(self, prompts: int, answers: int, prompt_tokens: int, answer_tokens: int) -> Rollout:
+        """A rollout of so many prompts and answers, of at most so many tokens each, on `rollout_devices`."""
+        return Rollout(
+            prompts=prompts,
+            answers=answers,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=answer_tokens,
+            steps=self.steps_of_rollout,
+            in_turn=self.staleness_bound == 0,
+            slots=self.engine.slots,
+            cache_dtype=str(self.engine.cache_dtype),
+            prefill_tokens=self.engine.prefill_tokens or PREFILL_TOKENS,
+            memory_share=MEMORY_SHARE,
+            tensor=self.mesh.tensor,
+            data=self.mesh.data,
+        )
 
     def resident_arrays(self, model: Model, dataset: Dataset) -> tuple[ResidentArrays, ...]:
         """The engine with its copy of the parameters, on devices that train."""

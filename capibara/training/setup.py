@@ -214,11 +214,18 @@ def _check(
 
 def _make_mesh(trainer: Trainer, devices: list[jax.Device]) -> Mesh:
     """The mesh of the devices that train."""
-    count = trainer.training_loss.training_devices(len(devices))
+    count, name = trainer.training_loss.training_devices(len(devices)), type(trainer.training_loss).__name__
     if count < len(devices):
-        name = type(trainer.training_loss).__name__
         trainer.plan.mesh_shape(count, f"a run of {len(devices)} without {name}.rollout_devices")
-    return sharding.make_mesh(trainer.plan, devices[:count])
+    try:
+        return sharding.make_mesh(trainer.plan, devices[:count])
+    except AssertionError:  # JAX's, for chips that form no box in the slice
+        if count == len(devices):
+            raise
+        raise UserError(
+            f"{name}.rollout_devices is {len(devices) - count}, and the {count} chips that train form no box of the slice, which a "
+            f"mesh needs: try {len(devices) // 2}, or ask `capibara plan`"
+        ) from None
 
 
 def check(trainer: Trainer, load: Load | None = None) -> list[str]:

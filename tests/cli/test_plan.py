@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from capibara.cli import plan
 from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.multihost import exits
 from capibara.planner.compiler import compile, compile_cache, proof
-from capibara.planner.hardware import slices
+from capibara.planner.hardware import slices, topology
 
 MODEL = "--gin_file=models/capibara_1b.gin"
 
@@ -114,6 +115,56 @@ def test_a_run_that_learns_from_rewards_holds_its_reference_and_its_engine(capsy
     trainer = dataclasses.replace(trainer, plan=dataclasses.replace(trainer.plan, fsdp=8))
     proven = proof.prove(trainer, proof.Configuration([]), v5e, deadline_s=1.0)
     assert proven.held_bytes == pytest.approx(both, rel=1e-6)
+
+
+def test_a_split_is_in_all_outputs_and_its_gin_file_is_the_split(capsys, tmp_path):
+    out, gin, page = (tmp_path / f"plan.{kind}" for kind in ("json", "gin", "html"))
+    files = (f"--json={out}", f"--output={gin}", f"--html={page}", "--include")
+    options = (
+        "--gin.Grpo.rollout_devices=-1",
+        "--gin.Grpo.max_staleness=1",
+        "--gin.TRAIN_STEPS=2",
+        "--gin.INIT_FROM=None",
+    )
+    assert run(*GRPO, *options, *files) == 0
+    text = capsys.readouterr().out
+    best, *others = json.loads(out.read_text())["splits"]
+    devices = best["rollout_devices"]
+    assert text.startswith(f"{8 - devices} of the 8 devices of v5e-8: {best['plan']}\n") and not others == []
+    assert f"the last {devices} draw answers: ServingMesh.tensor = {best['tensor']}" in text
+    assert "the last" in page.read_text() and "measured: " not in text
+    config.reset()
+    config.parse([str(gin)], [], [])
+    trainer = run_of_gin()
+    assert (trainer.loss.rollout_devices, trainer.loss.max_staleness) == (devices, 1)
+    assert (trainer.loss.mesh.tensor, trainer.loss.mesh.data) == (best["tensor"], best["data"])
+    assert math.prod(trainer.plan.mesh_shape(8 - devices).values()) == 8 - devices and trainer.plan.slice == "v5e-8"
+
+
+def test_a_split_is_of_a_slice_that_is_named(capsys):
+    argv = [*GRPO[:-2], "--gin.Grpo.rollout_devices=4", "--goal=smallest_slice"]
+    assert run(*argv) == 2
+    assert (
+        "--goal=smallest_slice is for slices that train alone, and Grpo.rollout_devices is 4" in capsys.readouterr().err
+    )
+
+
+def test_a_verified_split_compiles_the_step_of_the_devices_that_train(capsys, monkeypatch):
+    seen = []
+
+    def verdict(command, key, **options):
+        seen.append((command, key))
+        step = compile.Compiled(True, 2**30, 1.0, 15 * 2**30)
+        return compile_cache.Verdict(compile_cache.Outcome.FITS, step, 1.0)
+
+    monkeypatch.setattr(compile_cache, "verdict", verdict)
+    monkeypatch.setattr(topology, "check", lambda name: None)
+    assert run(*GRPO, "--gin.Grpo.rollout_devices=-1", "--verify", "--tries=2") == 0
+    text = capsys.readouterr().out
+    (command, key), *_ = seen
+    assert "--slice=v5e-8" in command and "compiled: " in text
+    devices = [item.rpartition(" ")[2] for item in command if "Grpo.rollout_devices = " in item][-1]
+    assert f"the last {devices} draw answers" in text and f"rollout_devices={devices}" in key["loss"]
 
 
 def test_two_files_of_one_model_are_named(capsys):

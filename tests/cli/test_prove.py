@@ -100,8 +100,16 @@ def test_the_verdict_is_not_written_over_what_is_read(capsys, tmp_path):
             "needs 8 devices, v5e-8 without rollout_devices has 4: set one axis to -1",
         ),
         (
-            [*ANSWERS, "--gin.Plan.slice='v5e-8'", "--gin.Grpo.rollout_devices=4"],
-            "Grpo.rollout_devices is 4, must be 0 for a search, which lays out all chips of a slice: set the axes",
+            [*ANSWERS, "--slice=v5e-8", "--gin.Grpo.rollout_devices=3", "--gin.Plan.fsdp=5"],
+            "Grpo.rollout_devices is 3, and v5e-8 (2x4) has no box of 5 devices that train",
+        ),
+        (
+            [*ANSWERS, "--slice=v5e-16", "--gin.Grpo.rollout_devices=8", "--gin.Plan.fsdp=8"],
+            "Grpo.rollout_devices is 8, and v5e-16 has 4 hosts with a process each: drawing beside training is for one",
+        ),
+        (
+            [*ANSWERS, "--slice=v5e-8", "--gin.Grpo.rollout_devices=-1", "--gin.Plan.fsdp=4"],
+            "Grpo.rollout_devices is -1, which the planner replaces where it chooses the mesh: set Plan.slice",
         ),
         (
             ["--gin_file=models/capibara_8b.gin", *OPEN, "--gin.Plan.remat='none'", "--gin.Plan.batch_size=16"],

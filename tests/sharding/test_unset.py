@@ -45,10 +45,11 @@ def test_the_planner_is_asked_for_no_mesh_that_is_set(name):
     """Python's plan and its Gin text lead to the same mesh."""
     plan = Plan(batch_size=128, slice="v5e-64", **{name: DEFAULTS[name]})
     run = run_of(*(line for line in written.text_of(plan).splitlines() if line))
-    assert run.plan == plan and automatic.plan(run) == (plan, "")
-    assert automatic.plan(dataclasses.replace(run, plan=plan)) == (plan, "")
+    assert run.plan == plan and automatic.planned(run) == (run, "")
+    again = dataclasses.replace(run, plan=plan)
+    assert automatic.planned(again) == (again, "")
     left_out = dataclasses.replace(run, plan=dataclasses.replace(plan, **{name: AUTO}))
-    assert automatic.is_open(left_out) and automatic.plan(left_out) == automatic.plan(run_of())
+    assert automatic.is_open(left_out) and automatic.planned(left_out) == automatic.planned(run_of())
 
 
 def test_the_defaults_are_those_of_before():

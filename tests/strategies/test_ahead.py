@@ -14,8 +14,9 @@ from capibara.checkpoints.manager import Checkpointing
 from capibara.core.types import UserError
 from capibara.objectives.base import log_probabilities
 from capibara.optim import Optimizer, Schedule
-from capibara.planner.model import workload
-from capibara.planner.report import report
+from capibara.planner.report import halves
+from capibara.planner.search import automatic
+from capibara.sharding import Plan
 from capibara.strategies.ahead import AheadDrawer
 from capibara.strategies.rollouts import Rollouts
 from capibara.training.base.options import Evaluation
@@ -158,13 +159,24 @@ def test_the_planner_knows_the_bytes_of_both_halves(make_trainer, train):
     held = {item.name: item.bytes for item in trainer.loss.rollout_arrays(model, dataset)}
     assert held["engine's parameters"] == parameters and held["next parameters"] == 2 * parameters
     assert held["engine's keys and values"] == state + trainer.loss.engine.prefix_cache_mib * 2**20
-    (line,) = report.rollout_lines(trainer)
+    (line,) = halves.engine_lines(trainer)
     assert line.startswith(
         "  on each of the 2 that draw answers 0.00 GiB: engine's parameters 0.00, next parameters 0.00, "
     )
-    assert report.rollout_lines(make_trainer()) == []
-    with pytest.raises(UserError, match="Grpo.rollout_devices is 2, must be 0 for a search"):
-        workload.check_ordinary(trainer)
+    assert halves.engine_lines(make_trainer()) == []
+
+
+@pytest.mark.parametrize("devices", [-1, 2])
+def test_a_run_trains_with_the_split_that_the_planner_chose(make_trainer, train, devices):
+    trainer = make_trainer({"rollout_devices": devices}, steps=2, plan=Plan(batch_size=32, slice="cpu-4"))
+    planned, line = automatic.planned(trainer)
+    count, mesh = planned.loss.rollout_devices, planned.loss.mesh
+    assert f"{count} of the devices draw, tensor={mesh.tensor} x data={mesh.data}" in line
+    seen = train(planned, devices=4)
+    assert seen.run.mesh.size == 4 - count and seen.metrics[2]["staleness"] <= 1
+    engine = seen.provider._drawer.answerer._generator._engine._core
+    drawing = {device for x in jax.tree.leaves(engine.params.current) for device in x.devices()}
+    assert len(drawing) == mesh.tensor * mesh.data and not drawing & {*seen.run.mesh.devices.flat}
 
 
 def test_stale_answers_need_importance_weights(make_trainer):

@@ -280,8 +280,8 @@ DEPENDENT = (
     Dependent(("Grpo.mesh",), "Grpo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
     Dependent(
         ("Grpo.max_staleness", "Ppo.max_staleness", "OnlineDpo.max_staleness"),
-        "rollout_devices of @Grpo(), @Ppo() or @OnlineDpo() above 0",
-        lambda run, component: component.rollout_devices > 0,
+        "rollout_devices of @Grpo(), @Ppo() or @OnlineDpo() other than 0",
+        lambda run, component: component.rollout_devices != 0,
     ),
     Dependent(("Ppo.mesh",), "Ppo.where = 'auto' or 'own'", lambda run, component: component.where != "all"),
     Dependent(

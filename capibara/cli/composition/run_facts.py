@@ -54,6 +54,7 @@ def plan(folder: str) -> dict[str, Any]:
     from capibara.cli.composition import inspected_run
     from capibara.planner.hardware import slices
     from capibara.planner.model import choice, cost, memory, workload
+    from capibara.planner.search import splits
     from capibara.training import run_folder
 
     config.parse((), (), (), run_folder.recorded(folder))
@@ -62,11 +63,12 @@ def plan(folder: str) -> dict[str, Any]:
         return {"unavailable": "the run's configuration names no slice (Plan.slice)"}
     workload.check_ordinary(run)
     slice_, work = slices.parse(run.plan.slice), workload.of_run(run)
-    chosen = choice.of_plan(run.plan, work, slice_.devices)
-    expected = cost.cost(work, chosen, slice_)
+    part = splits.training_part(run, slice_)
+    chosen = choice.of_plan(run.plan, work, part.devices)
+    expected = cost.cost(work, chosen, part)
     predicted = {"step_s": expected.step_s, "tokens_per_s": expected.tokens_per_s, "mfu": expected.mfu}
     predicted["peak_bytes"] = memory.memory(work, chosen).peak
-    about = {"slice": slice_.name, "plan": chosen.describe(), "bound by": str(expected.bound)}
+    about = {"slice": part.title, "plan": chosen.describe(), "bound by": str(expected.bound)}
     return {"predicted": predicted, "plan": about, "unavailable": None}
 
 

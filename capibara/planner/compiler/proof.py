@@ -35,6 +35,10 @@ class Configuration:
     length: int | None = None
     encoder_length: int | None = None
 
+    def bound(self, lines: Sequence[str]) -> Configuration:
+        """The configuration with further bindings."""
+        return dataclasses.replace(self, gin_bindings=[*self.gin_bindings, *lines])
+
     def command(self, slice_: Slice) -> list[str]:
         """The command line of `prove` that compiles this configuration in a child."""
         command = [sys.executable, "-m", "capibara.prove", "--child", f"--slice={slice_.name}"]
@@ -140,8 +144,7 @@ def prover(
         choice, topic = ranked.choice, f"proving {ranked.choice.describe()}"
         optimizer = run.optimizer.with_state_dtype(choice.state_dtype)
         planned = dataclasses.replace(run, plan=choice.plan(work, slice_.name, run.plan), optimizer=optimizer)
-        extra = [*configuration.gin_bindings, *choice.bindings(work, slice_.name)]
-        child = dataclasses.replace(configuration, gin_bindings=extra)
+        child = configuration.bound(choice.bindings(work, slice_.name))
         return prove(
             planned, child, slice_, deadline_s=deadline_s,
             status=lambda elapsed_s, phase: status(topic, f"{phase}, {elapsed_s:.0f} s"),

@@ -40,6 +40,7 @@ def page(
     tokens: float | None = None,
     usd: float | None = None,
     offers: Sequence[Offer] = (),
+    halves: Sequence[str] = (),
 ) -> str:
     """The page's HTML.
 
@@ -50,9 +51,10 @@ def page(
       tokens: total training tokens, for days and dollars; None: neither.
       usd: price per chip-hour; None: the list price.
       offers: slices that were considered, if any.
+      halves: lines about the devices that draw answers beside training, if any.
     """
     ranked, best = walk.ranked, walk.ranked[0]
-    title = f"{slice_.name}: {best.choice.describe()}"
+    title = f"{slice_.title}: {best.choice.describe()}"
     cost = best.cost
     facts = [
         f"{work.model.param_count:,} parameters, rows of {work.length:,} tokens: {cost.tokens_per_s:,.0f} tokens/s, "
@@ -63,6 +65,7 @@ def page(
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="note">{_NOTE if walk.tried else _NOTE_PREDICTED}</p>',
         *(f"<p>{html.escape(fact[:1].upper() + fact[1:])}.</p>" for fact in facts),
+        *([f"<pre>{html.escape(chr(10).join(halves))}</pre>"] if halves else []),
         *_offers(offers, slice_, tokens, usd),
         *_proof(walk, slice_),
         "<h2>HBM of a chip at the peak, predicted</h2>",

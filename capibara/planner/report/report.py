@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from capibara.config.literals import quoted
-from capibara.models import api
 from capibara.planner.compiler.compile_cache import Verdict
 from capibara.planner.compiler.verify import VerifiedRanking
 from capibara.planner.hardware.chips import GIB
@@ -18,7 +17,7 @@ from capibara.planner.model.choice import Kind
 from capibara.planner.model.cost import EXPOSED, Cost
 from capibara.planner.model.memory import memory as predict
 from capibara.planner.model.units import seconds
-from capibara.planner.model.workload import Run, Workload
+from capibara.planner.model.workload import Workload
 from capibara.planner.search import advice, ranking
 from capibara.planner.search.ranking import Goal, Ranked
 from capibara.planner.search.slice_choice import Offer
@@ -133,7 +132,7 @@ def show(
 
     console = _console()
     ranked, best = walk.ranked, walk.ranked[0]
-    console.print(f"{slice_.name}: {best.choice.describe()}", style="bold", soft_wrap=True)
+    console.print(f"{slice_.title}: {best.choice.describe()}", style="bold", soft_wrap=True)
     for line in (*summary(best, work, slice_, tokens, usd), *_advice(work, tokens), *_proof(walk)):
         console.print(f"  {line}", soft_wrap=True)
     table = Table(title=f"the first {min(top, len(ranked))} of {len(ranked)} plans, all figures predicted")
@@ -337,15 +336,6 @@ def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:
         yield f"  {compiled.compiled_s:.3f} s by the compiler's cycles, without kernels and collectives"
 
 
-def rollout_lines(run: Run) -> list[str]:
-    """The bytes on each chip that draws answers and does not train; none: all train."""
-    if run.loss is None or not run.loss.rollout_devices:
-        return []
-    arrays = run.loss.rollout_arrays(api.build(run.model), run.dataset)
-    total, parts = sum(item.bytes for item in arrays), (f"{item.name} {item.bytes / GIB:.2f}" for item in arrays)
-    return [f"  on each of the {run.loss.rollout_devices} that draw answers {total / GIB:.2f} GiB: {', '.join(parts)}"]
-
-
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The compiler's report as plain values."""
     compiled = verdict.compiled
@@ -371,7 +361,7 @@ def gin(
     best = walk.ranked[0]
     verdict = walk.proven.verdict if walk.proven else None
     lines = [
-        f"# {slice_.name}: {best.choice.describe()}, for rows of {work.length}.",
+        f"# {slice_.title}: {best.choice.describe()}, for rows of {work.length}.",
         f"# Predicted: {_uncorrected_peak(best, work) / GIB:.2f} GiB of HBM a {slice_.chip.unit}, "
         f"{seconds(best.cost.step_s)} a step, {best.cost.mfu:.1%} MFU.",
     ]

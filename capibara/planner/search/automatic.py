@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeVar
 
 from capibara.core.types import AUTO
 from capibara.planner.hardware import slices
@@ -11,9 +12,10 @@ from capibara.planner.hardware.slices import Slice
 from capibara.planner.model import workload
 from capibara.planner.model.units import seconds
 from capibara.planner.model.workload import Run
-from capibara.planner.search import ranking
+from capibara.planner.search import ranking, splits
 from capibara.planner.search.ranking import Question
-from capibara.sharding import Plan
+
+R = TypeVar("R", bound=Run)
 
 
 def is_open(run: Run) -> bool:
@@ -21,28 +23,29 @@ def is_open(run: Run) -> bool:
     return run.plan.slice is not None and not run.plan.has_mesh
 
 
-def plan(run: Run, slice_: Slice | None = None) -> tuple[Plan, str]:
-    """The plan of a run with its mesh set, and a line that describes the choice.
+def planned(run: R, slice_: Slice | None = None) -> tuple[R, str]:
+    """A run with its mesh set, and a line that describes the choice.
 
-    The batch is the run's. Remat and accumulation are chosen too if they are not set. The plan is only
-    predicted to fit: `capibara plan --verify` proves it, and writes a Gin file.
+    The batch is the run's. Remat and accumulation are chosen too if they are not set, and so are the devices that draw
+    answers beside training and their mesh. The plan is only predicted to fit: `capibara plan --verify` proves it, and writes
+    a Gin file.
 
     Args:
       run: the run.
       slice_: overrides the slice that it names.
 
     Returns:
-      The run's own plan and an empty line if its mesh is set.
+      The run itself and an empty line if its mesh is set.
 
     Raises:
       UserError: no plan fits the slice, or no mesh divides the batch.
     """
-    named = run.plan.slice
-    if named is None or not is_open(run):
-        return run.plan, ""
+    name = run.plan.slice
+    if name is None or not is_open(run):
+        return run, ""
     workload.check_one_model(run.plan)
     workload.check_ordinary(run)
-    slice_, work = slice_ or slices.parse(named), workload.of_run(run)
+    slice_, work = slice_ or slices.parse(name), workload.of_run(run)
     remats = None if run.plan.remat is AUTO else (run.plan.remat_policy,)
     question = Question(
         batch_size=run.plan.batch_size,
@@ -50,11 +53,12 @@ def plan(run: Run, slice_: Slice | None = None) -> tuple[Plan, str]:
         state_dtypes=tuple(work.state),
         remats=remats,
     )
-    best = ranking.search(work, slice_, question)[0]
-    if not best.fits:
-        raise ranking.no_plan(best, work, slice_, question, ranking.BINDINGS)
+    layout = splits.search(run, slice_, work, question, ranking.BINDINGS)
+    best = layout.ranked[0]
     line = (
         f"plan for {slice_.name}: {best.choice.describe()}; predicted {best.memory.peak / GIB:.2f} GiB of HBM a "
         f"{slice_.chip.unit}, {seconds(best.cost.step_s)} a step"
     )
-    return dataclasses.replace(run.plan, **best.choice.fields(work, slice_.name)), line
+    line = "; ".join([line, *(split.describe() for split in layout.splits[:1])])
+    run = dataclasses.replace(run, plan=dataclasses.replace(run.plan, **best.choice.fields(work, slice_.name)))
+    return layout.divided(run), line

@@ -167,6 +167,22 @@ def search(work: Workload, slice_: Slice, question: Question | None = None) -> l
     return sorted(ranked, key=functools.partial(_order, work=work, question=question))
 
 
+def fitting(work: Workload, slice_: Slice, question: Question, words: Mapping[str, str] | None = None) -> list[Ranked]:
+    """The plans of `search`.
+
+    Args:
+      work, slice_, question: as for `search`.
+      words: as for `no_plan`; None: FLAGS.
+
+    Raises:
+      UserError: none fits, or as in `search`.
+    """
+    ranked = search(work, slice_, question)
+    if not ranked[0].fits:
+        raise no_plan(ranked[0], work, slice_, question, words or FLAGS)
+    return ranked
+
+
 def _order(ranked: Ranked, work: Workload, question: Question) -> tuple:
     axes = sum(size > 1 for size in ranked.choice.sizes)
     if not ranked.fits:
@@ -332,7 +348,7 @@ def _most(fits: Callable[[int], bool], end: int, guess: int) -> int:
 def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
     fixed, devices = dict(question.fixed), slice_.devices
     shown = " ".join(f"{axis}={size}" for axis, size in fixed.items())
-    named = f"{slice_.name} with {shown}" if fixed else slice_.name
+    named = f"{slice_.title} with {shown}" if fixed else slice_.title
     if question.batch_size is not None and any(True for _ in meshes(work, slice_, fixed)):
         if question.accumulation is not None and question.batch_size % question.accumulation:
             return UserError(
@@ -373,17 +389,26 @@ def _no_mesh(work: Workload, slice_: Slice, question: Question) -> UserError:
     )
 
 
-def smallest_slice(work: Workload, chip: str, question: Question) -> Slice | None:
-    """The smallest slice of a chip that some plan fits."""
-    for slice_ in slices.sizes(chip):
+def smallest_slice(work: Workload, like: Slice, question: Question) -> Slice | None:
+    """The smallest slice of a kind of chip that some plan fits; if `like` is a part, beside as many other devices."""
+    drawing = 0 if like.whole is None else like.whole.devices - like.devices
+    for slice_ in slices.sizes(like.chip):
         if slice_.devices & (slice_.devices - 1):
             continue  # numbers of chips that are not powers of two divide few models
-        try:
-            if search(work, slice_, question)[0].fits:
-                return slice_
-        except UserError:  # no mesh of this slice divides the model or the batch
-            continue
+        if _fits(work, slice_, drawing, question):
+            return slice_
     return None
+
+
+def _fits(work: Workload, slice_: Slice, drawing: int, question: Question) -> bool:
+    """Whether a plan fits a slice of which the last `drawing` devices do not train."""
+    if drawing and (slice_.hosts > 1 or slice_.devices <= drawing):
+        return False
+    part = slices.part(slice_, 0, slice_.devices - drawing) if drawing else slice_
+    try:
+        return part is not None and search(work, part, question)[0].fits
+    except UserError:  # no mesh of this slice divides the model or the batch
+        return False
 
 
 # Wording of remedies for `plan`, and for runs with an open mesh, which have other flags.
@@ -410,13 +435,13 @@ def no_plan(
     """
     if best.memory.host > best.host_limit_bytes:
         return UserError(
-            f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) keeps {best.memory.host / GIB:.1f} GiB a "
+            f"no plan fits {slice_.title}: the leanest ({best.choice.describe()}) keeps {best.memory.host / GIB:.1f} GiB a "
             f"{slice_.chip.unit} in the host's memory, of which {best.host_limit_bytes / GIB:.1f} GiB are for it: name fewer "
             f"results in Plan.remat_names, or {words['batch_size']}"
         )
     usable, need = slice_.chip.device_usable_hbm_bytes / GIB, best.memory.peak / GIB
     return UserError(
-        f"no plan fits {slice_.name}: the leanest ({best.choice.describe()}) needs "
+        f"no plan fits {slice_.title}: the leanest ({best.choice.describe()}) needs "
         f"{f'{need:.1f}' if need >= 0.1 else f'{need:.2g}'} GiB a {slice_.chip.unit}, {slice_.chip.name} has {usable:.2f} "
         f"usable and {100 * question.headroom:.5g}% of it is kept free: {_suggested_fix(best, work, slice_, question, words)}"
     )
@@ -427,12 +452,16 @@ def _suggested_fix(best: Ranked, work: Workload, slice_: Slice, question: Questi
     free = 1 - best.memory.peak / slice_.chip.device_usable_hbm_bytes
     if free >= 0:
         return words["headroom"].format(free=math.floor(1000 * free) / 1000)
-    ways = [f"use {fitting.name}"] if (fitting := smallest_slice(work, slice_.chip.name, question)) else []
+    ways = [f"use {smallest.name}"] if (smallest := smallest_slice(work, slice_, question)) else []
+    if (whole := slice_.whole) is not None:
+        fewer = range(whole.devices - slice_.devices - 1, 0, -1)
+        ways += [f"rollout_devices = {n}" for n in fewer if _fits(work, whole, n, question)][:1]
     plain = dataclasses.replace(question, batch_size=None, accumulation=None)
     if question.batch_size is not None and search(work, slice_, plain)[0].fits:
         ways.append(words["batch_size"])
     if not ways:
-        ways = ["no single slice of these chips has enough: use chips with more HBM", "shorter rows"]
+        kind = "no single slice" if slice_.whole is None else "no slice of one host"
+        ways = [f"{kind} of these chips has enough: use chips with more HBM", "shorter rows"]
         ways += [words["state_dtype"]] if StateDtype.INT8 not in question.state_dtypes else []
     return ", or ".join(ways)
 

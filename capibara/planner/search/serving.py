@@ -107,7 +107,7 @@ def ranked(model: Model, slice_: Slice, engine: Engine, headroom: float) -> list
       engine: the engine's configuration.
       headroom: share of the HBM to keep free.
     """
-    result = [predict(model, slice_, tensor, engine, headroom) for tensor in _tensors(model, slice_)]
+    result = [predict(model, slice_, tensor, engine, headroom) for tensor in tensors(model, slice_)]
     return sorted(result, key=lambda item: (not item.fits, -item.tokens_per_s if item.fits else item.bytes))
 
 
@@ -127,6 +127,12 @@ def predict(model: Model, slice_: Slice, tensor: int, engine: Engine, headroom: 
     seconds = _seconds(model.plain, slice_, tensor, local_slots, moved)
     step_s = max(seconds["hbm"], seconds["compute"]) + seconds["links"]
     return Serving(tensor, data, engine, slots, whole, local_slots * row, prefixes, working, limit, step_s, seconds)
+
+
+def prefill_s(model: Model, slice_: Slice, tensor: int, tokens: int) -> float:
+    """Seconds in which a group of `tensor` devices reads so many tokens of prompts at a time."""
+    seconds = _seconds(model.plain, slice_, tensor, tokens, COMPILED * _weights(model.plain, tensor)[1])
+    return max(seconds["hbm"], seconds["compute"]) + seconds["links"]
 
 
 def does_not_fit(model: Model, slice_: Slice, layouts: Sequence[Serving], headroom: float) -> UserError:
@@ -156,7 +162,7 @@ def does_not_fit(model: Model, slice_: Slice, layouts: Sequence[Serving], headro
     )
 
 
-def _tensors(model: Model, slice_: Slice) -> Iterator[int]:
+def tensors(model: Model, slice_: Slice) -> Iterator[int]:
     """The sizes of the tensor axis that ServingMesh accepts."""
     shapes, axes = model.plain.abstract_params, model.plain.axes
     rules, sizes = Rules(), set(model.config.cached_head_counts)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from capibara.core.types import UserError
 from capibara.planner.hardware import chips, slices
 from capibara.planner.hardware.slices import Slice
-from capibara.planner.model.workload import Workload
+from capibara.planner.model.workload import Run, Workload
 from capibara.planner.search import ranking
 from capibara.planner.search.questions import SliceGoal
 from capibara.planner.search.ranking import Question, Ranked
@@ -33,6 +33,15 @@ class Offer:
     def usd_per_million_tokens(self, usd: float | None) -> float | None:
         """A prediction; None without a price."""
         return self.best.cost.usd(1e6, usd)
+
+
+def check_all_train(run: Run, goal: str) -> None:
+    """Raises UserError for a run of which devices draw answers beside training: a goal is of the devices that train."""
+    if run.loss is not None and run.loss.rollout_devices:
+        raise UserError(
+            f"--goal={goal} is for slices that train alone, and {type(run.loss).__name__}.rollout_devices is "
+            f"{run.loss.rollout_devices}: name a slice, e.g. --slice=v5e-8"
+        )
 
 
 def offers(

@@ -24,7 +24,7 @@ from capibara.inference.engine.programs.programs import Same
 from capibara.models.api import Model
 from capibara.sharding import Rules
 
-_LEFT = 0.9  # share of the free memory to use: prefill needs some, too
+MEMORY_SHARE = 0.9  # of what is free: prefill needs some, too
 
 
 class Where(enum.StrEnum):
@@ -94,11 +94,11 @@ def layout_of(
             continue
         need = copies * _bytes_of_a_device(model, layout) + slots // (tensor or 1)
         least = min(least, need)
-        if free is None or need <= free * _LEFT:
+        if free is None or need <= free * MEMORY_SHARE:
             return layout
     if where is Where.OWN and free is not None:
         raise UserError(
-            f"a process's own {len(devices)} chips have {free * _LEFT / 2**30:,.1f} GiB free each, and parameters and slots "
+            f"a process's own {len(devices)} chips have {free * MEMORY_SHARE / 2**30:,.1f} GiB free each, and parameters and slots "
             f"need {least / 2**30:,.1f} GiB of each: ask for fewer EngineConfig.slots, or let all processes generate "
             "together ('all')"
         )
