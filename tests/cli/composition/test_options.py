@@ -292,6 +292,10 @@ def test_each_of_several_needs_is_enough_for_a_limit_of_skipped_batches(given):
     check({"Anomalies.most_in_a_row": 9, "Anomalies.skip_nonfinite": False} | given)
 
 
+def test_a_bound_on_age_is_of_runs_whose_split_the_planner_chooses_too():
+    check(PROMPTS | {"Trainer.loss": GRPO(max_staleness=1, rollout_devices=-1)})
+
+
 def test_every_row_has_a_case():
     assert {option for row in options.DEPENDENT for option in row.options} == {option for option, _, _ in CASES} | {
         "Checkpointing.keep_best"
