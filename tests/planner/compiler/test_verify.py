@@ -14,6 +14,7 @@ from capibara.planner.hardware import slices
 from capibara.planner.model import memory, workload
 from capibara.planner.search import ranking
 from capibara.planner.search.ranking import Goal, Question
+from capibara.sharding.remat import Remat, RematPolicy
 
 WORK = workload.describe(
     api.build(
@@ -26,7 +27,10 @@ WORK = workload.describe(
 )
 V5E = slices.parse("v5e-16")
 USABLE = V5E.chip.device_usable_hbm_bytes
-QUESTION = Question(goal=Goal.LARGEST_BATCH, headroom=0.05)
+# Without offloading, which the host's memory bounds.
+QUESTION = Question(
+    goal=Goal.LARGEST_BATCH, headroom=0.05, remats=tuple(map(RematPolicy, (Remat.NONE, Remat.DOTS, Remat.FULL)))
+)
 
 
 def compiler(scale, seen=None):

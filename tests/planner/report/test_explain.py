@@ -45,13 +45,14 @@ def test_shares_of_the_peak_are_said():
     assert f"{best.memory.saved / 2**30:.3f}" in text and f"{best.cost.step_s:.4f}" in text
     parts = re.findall(r"(\w+) +([\d.]+)  = ([\d.]+) TFLOP / \(([\d.]+)% of (\d+) TFLOP/s\)", text)
     for part, seconds, flops, share, peak in parts:
-        assert float(seconds) == pytest.approx(float(flops) / (float(share) / 100 * float(peak)), rel=0.01), part
+        expected = float(flops) / (float(share) / 100 * float(peak))
+        assert float(seconds) == pytest.approx(expected, rel=0.01, abs=5e-5), part  # four decimals are printed
     assert sum(float(part[1]) for part in parts) == pytest.approx(best.cost.compute_s, abs=0.001)
 
 
 def test_a_frozen_base_has_no_gradients_in_the_explanation():
     adapted = dataclasses.replace(DENSE, lora=api.Lora(base_dtype="nf4"))
-    for config, backward, head in ((DENSE, "2 x forward", 6), (adapted, "1 x forward: the base is frozen", 4)):
+    for config, backward, head in ((DENSE, "2 x forward", 8), (adapted, "1 x forward: the base is frozen", 4)):
         work = work_of(config)
         best = ranking.search(work, V5E)[0]
         text, flops = "\n".join(explain.lines(best, work, V5E)), best.cost.flops
