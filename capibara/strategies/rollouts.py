@@ -185,7 +185,7 @@ class Rollouts(BatchProvider):
         rows |= grpo.estimates(shaped, rows, self._kl)
         if grpo.kl and grpo.kl_in is not KlIn.LOSS:
             divergence = float((rows["old"] - rows["reference"]).sum())
-            totals |= {"kl": divergence / max(rows["weights"].sum(), 1.0), "kl_coefficient": self._kl}
+            totals |= {"kl": divergence / max(float(rows["weights"].sum()), 1.0), "kl_coefficient": self._kl}
             self._kl = grpo.next_kl(self._kl, divergence / len(answers), len(answers))
         self._reported.append(totals)
         return {name: value for name, value in rows.items() if name in self._names}

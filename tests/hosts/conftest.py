@@ -20,15 +20,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 
 
-def _load(path: str):
-    spec = importlib.util.spec_from_file_location("of_integration_conftest_hosts", HERE / path)
+def load(path: str):
+    """A module of this folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"of_hosts {path}", HERE / path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-_integration = _load("../integration/conftest.py")
-nursery_module = _load("nursery.py")
+_integration = load("../integration/conftest.py")
+nursery_module = load("nursery.py")
 shell = _integration.shell
 
 
