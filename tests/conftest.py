@@ -291,3 +291,42 @@ def toy_tokenizer(tmp_path_factory):
         "{% if add_generation_prompt %}<|turn|>a:{% endif %}"
     )
     return str(folder)
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """(count, function) -> what it gives, or raises, on each of so many processes: threads, each with an index of its own."""
+    import concurrent.futures
+    import json
+    import threading
+
+    import jax
+
+    from capibara.multihost import hosts
+
+    own, words = threading.local(), {}
+
+    def run(count, function):
+        barrier = threading.Barrier(count, timeout=20)
+
+        def gathered(value):
+            words[own.index] = json.dumps(value)
+            barrier.wait()
+            found = [json.loads(words[index]) for index in range(count)]
+            barrier.wait()
+            return found
+
+        def one(index):
+            own.index = index
+            try:
+                return function()
+            except Exception as error:
+                return error
+
+        monkeypatch.setattr(hosts, "gathered", gathered)
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        monkeypatch.setattr(jax, "process_index", lambda: own.index)
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            return list(pool.map(one, range(count)))
+
+    return run

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from capibara.core.types import UserError
+from capibara.multihost import peers
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -53,6 +54,7 @@ def each(make: Callable[[], T]) -> list[T]:
         if item["kind"] == "user":
             raise UserError(item["said"]) from failed
         if item["kind"] is not None and failed is None:
+            peers.expect_report()
             raise RuntimeError(f"process {index} ended with {item['kind']}: {item['said']}")
     if failed is not None:
         raise failed

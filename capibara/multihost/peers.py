@@ -28,6 +28,8 @@ _LINGER_S = _LOOK_S + _OWN_S + 2.0  # process 0, whose store has the report, sta
 
 _KNOWN_LINGER_S = 4.0  # the same where a channel has told the others already
 _SOON_S = 1.0  # a report may arrive this much later than the error that the other's end causes here
+# A process that has an error itself waits `_SOON_S` for others', and closes its run, before it reports.
+_REPORT_S = 10.0
 
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")  # how the errors of JAX's client begin
 
@@ -37,7 +39,8 @@ _SHOWN = 200
 # At a barrier: one host's disk may be slower than others; the heartbeat finds a process that is dead.
 _PATIENCE_S = 3600
 
-_leaving, _reported, _news_expected = threading.Event(), threading.Event(), threading.Event()
+_leaving, _reported = threading.Event(), threading.Event()
+_news_expected, _report_expected = threading.Event(), threading.Event()
 _faults: list[Fault] = []
 _passed: Counter[str] = Counter()  # how often this process has reached each barrier
 _counting = threading.Lock()
@@ -98,15 +101,17 @@ def has_reported() -> bool:
     return _reported.is_set()
 
 
-def peer_fault(within_s: float = _SOON_S) -> Fault | None:
+def peer_fault(within_s: float | None = None) -> Fault | None:
     """The fault with which another process has ended, which may be the cause of an error here; None: none is known.
 
     Args:
-      within_s: seconds to wait for the report, if one is to be expected (`expect_news`).
+      within_s: seconds to wait for the report; None: as long as one is to be expected (`expect_news`, `expect_report`).
     """
     if not is_joined():
         return None
-    end_s = time.monotonic() + (within_s if _news_expected.is_set() else 0.0)
+    if within_s is None:
+        within_s = _REPORT_S if _report_expected.is_set() else _SOON_S if _news_expected.is_set() else 0.0
+    end_s = time.monotonic() + within_s
     while True:
         if _faults:
             return _faults[0]
@@ -121,6 +126,11 @@ def peer_fault(within_s: float = _SOON_S) -> Fault | None:
 def expect_news() -> None:
     """Declares that a channel notices at once if another process is gone, also one that was killed without a report."""
     _news_expected.set()
+
+
+def expect_report() -> None:
+    """Declares that another process has an error, which it is going to report."""
+    _report_expected.set()
 
 
 def record_fault(fault: Fault) -> None:

@@ -2,46 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
 import threading
 
 import jax
 import pytest
 
 from capibara.core.types import UserError
-from capibara.multihost import hosts
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    """(count, function) -> what it gives, or raises, on each of so many processes."""
-    own, words = threading.local(), {}
-
-    def run(count, function):
-        barrier = threading.Barrier(count, timeout=20)
-
-        def gathered(value):
-            words[own.index] = json.dumps(value)
-            barrier.wait()
-            found = [json.loads(words[index]) for index in range(count)]
-            barrier.wait()
-            return found
-
-        def one(index):
-            own.index = index
-            try:
-                return function()
-            except Exception as error:
-                return error
-
-        monkeypatch.setattr(hosts, "gathered", gathered)
-        monkeypatch.setattr(jax, "process_count", lambda: count)
-        monkeypatch.setattr(jax, "process_index", lambda: own.index)
-        with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            return list(pool.map(one, range(count)))
-
-    return run
+from capibara.multihost import hosts, peers
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -59,7 +26,9 @@ def test_each_thing_is_made_once_and_all_have_it_in_its_order(processes, count, 
     assert sorted(made) == list(range(total))
 
 
-def test_what_one_process_raises_ends_all(processes):
+def test_what_one_process_raises_ends_all(processes, monkeypatch):
+    monkeypatch.setattr(peers, "_report_expected", threading.Event())
+
     def failing(error):
         def make():
             if jax.process_index() == 1:
@@ -70,9 +39,10 @@ def test_what_one_process_raises_ends_all(processes):
 
     found = processes(3, lambda: hosts.each(failing(UserError("Plan.x is 3: try 2"))))
     assert [(type(one), str(one)) for one in found] == [(UserError, "Plan.x is 3: try 2")] * 3
+    assert not peers._report_expected.is_set()  # all have the line already
     found = processes(3, lambda: hosts.each(failing(KeyError("a"))))
     assert [type(one) for one in found] == [RuntimeError, KeyError, RuntimeError]
-    assert str(found[0]) == "process 1 ended with KeyError: 'a'"
+    assert str(found[0]) == "process 1 ended with KeyError: 'a'" and peers._report_expected.is_set()
     assert processes(2, lambda: hosts.each(jax.process_index)) == [[0, 1]] * 2
 
 

@@ -1,6 +1,7 @@
 """What one process of several that fails tells the others, and what they make of it; tests/hosts has real ones."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -53,6 +54,15 @@ def test_the_first_word_is_kept(store):
     peers.report(1, "more")
     assert json.loads(store.known[peers._KEY])["message"] == "mine" and peers.has_reported()
     assert peers.peer_fault() is None  # it is our own
+
+
+def test_a_report_that_is_to_come_is_waited_for(store, monkeypatch):
+    monkeypatch.setattr(peers, "_report_expected", type(peers._leaving)())
+    threading.Timer(0.3, store.known.update, [{peers._KEY: word(0)}]).start()
+    assert peers.peer_fault() is None
+    peers.expect_report()
+    assert peers.peer_fault(0.0) is None
+    assert peers.peer_fault().line == "process 0 on host-3 ended: no such file"
 
 
 def test_another_that_failed_ends_this_one_with_its_line_and_code(store, capfd):
