@@ -24,7 +24,7 @@ from capibara.inference.memory_agent.reading import Reading
 from capibara.inference.sampling.sampling import Sampling
 from capibara.multihost import hosts
 from capibara.objectives.batches import RunParts
-from capibara.strategies.dialogues import Dialogues, Opening, episode_of
+from capibara.strategies.dialogues import Dialogue, Dialogues, Opening, episode_of
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.generating import Generating, Generator, Prompt, tokens_of
 from capibara.strategies.readings import Readings
@@ -164,20 +164,21 @@ class Answerer:
         Args:
           split, prompts: the prompts.
           samplings: row of a prompt -> sampling options of each of its answers.
-          what: their purpose, for the progress.
+          topic: their purpose, for the progress.
 
         Raises:
           Interrupted: the run must stop.
-          UserError: a reward on any process is not a number.
+          UserError: a reward on any process is not a number, or an environment's messages are none.
         """
         for prompt in prompts:
             check_record(self._grpo.rewards, self._documents[split], prompt.number)
+        finished: Mapping[int, Sequence[Finished | Dialogue]]
         if self._grpo.environment is not None:
-            return self._dialogues(self._grpo.environment, split, prompts, samplings, topic)
-        if self._readings is not None:
+            finished = self._dialogues(self._grpo.environment, split, prompts, samplings, topic)
+        elif self._readings is not None:
             finished = self._read(self._readings, split, prompts, samplings, topic)
         else:
-            streams = self._generator.streams(prompts, samplings, topic)
+            streams = self._generator.streams(self._generator.share(prompts), samplings, topic)
             finished = {row: [Finished(stream.result()) for stream in each] for row, each in streams.items()}
         count = sum(len(samplings(prompt.row)) for prompt in prompts)
         return self._judged_by_turns(split, prompts, finished, f"{topic}: {{}} of {count} rewards")
@@ -208,7 +209,11 @@ class Answerer:
         return {row: [Finished(next(answers), reading) for reading in each] for row, each in opened.items()}
 
     def _judged_by_turns(
-        self, split: str, prompts: Sequence[Prompt], finished: Mapping[int, Sequence[Finished]], progress: str
+        self,
+        split: str,
+        prompts: Sequence[Prompt],
+        finished: Mapping[int, Sequence[Finished | Dialogue]],
+        progress: str,
     ) -> list[list[Answer]]:
         mine, judged = hosts.share(prompts), list[list[Answer]]()
         with self._reward_sum.threads() as pool:
@@ -230,33 +235,33 @@ class Answerer:
         prompts: Sequence[Prompt],
         samplings: Callable[[int], list[Sampling]],
         topic: str,
-    ) -> list[list[Answer]]:
-        """As `answers`, of one process, where the model speaks with an environment."""
-        documents, openings = self._documents[split], []
-        for prompt in prompts:
-            record = documents.record(prompt.number)
-            conversation = read_prompt(record, documents.where(prompt.number))
-            for sampling in samplings(prompt.row):
-                openings.append(Opening(prompt, conversation, episode_of(environment, record), sampling))
-        talk, dialect = self._generator.chat, self._dialect
-        generate = functools.partial(self._generator.streams, topic=topic, dialect=dialect)
-        answers: dict[int, list[Answer]] = {prompt.row: [] for prompt in prompts}
-        dialogues = Dialogues(environment, talk, dialect, generate).held(openings)
-        with self._reward_sum.threads() as pool:
-            pending = [
-                self._begin_rewards(pool, split, item.opening.prompt, item.text, {"dialogue": item.messages})
-                for item in dialogues
-            ]
-            for item, rewards in zip(dialogues, pending):
-                prompt, (total, parts) = item.opening.prompt, rewards()
-                answer = Answer(prompt.ids, item.tokens, item.drawn, total, parts, item.truncated, item.is_own)
-                answers[prompt.row].append(answer)
-        return [answers[prompt.row] for prompt in prompts]
+    ) -> dict[int, list[Dialogue]]:
+        """The dialogues about this process's prompts, in which the model speaks with an environment."""
+        documents, openings = self._documents[split], list[Opening]()
+        judged = {prompt.row for prompt in hosts.share(prompts)}
+
+        def open_all() -> None:
+            for prompt in self._generator.share(prompts):
+                record = documents.record(prompt.number)
+                conversation = read_prompt(record, documents.where(prompt.number))
+                for sampling in samplings(prompt.row):
+                    episode = episode_of(environment, record) if prompt.row in judged else None
+                    openings.append(Opening(prompt, conversation, episode, sampling))
+
+        hosts.each(open_all)
+        generator, dialect = self._generator, self._dialect
+        generate = functools.partial(generator.streams, topic=topic, dialect=dialect)
+        result: dict[int, list[Dialogue]] = {prompt.row: [] for prompt in prompts}
+        for item in Dialogues(environment, generator.chat, dialect, generate, generator.is_together).held(openings):
+            result[item.opening.prompt.row].append(item)
+        return result
 
     def _begin(
-        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, finished: Finished
+        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, finished: Finished | Dialogue
     ) -> Callable[[], Answer]:
         """Begins with an answer's rewards; the function waits for them."""
+        if isinstance(finished, Dialogue):
+            return self._begin_dialogue(pool, split, prompt, finished)
         completion, reading = finished
         turns = [] if reading is None else reading.turns
         more = {} if reading is None else {"memories": [turn.completion.text for turn in turns[:-1]]}
@@ -268,6 +273,17 @@ class Answerer:
             ids = turns[-1].prompt if turns else prompt.ids
             tokens, drawn = tokens_of(completion)
             return Answer(ids, tokens, drawn, total, parts, completion.finish is Finish.LENGTH, earlier=earlier)
+
+        return answer
+
+    def _begin_dialogue(
+        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, dialogue: Dialogue
+    ) -> Callable[[], Answer]:
+        rewards = self._begin_rewards(pool, split, prompt, dialogue.text, {"dialogue": dialogue.messages})
+
+        def answer() -> Answer:
+            tokens, drawn = dialogue.tokens, dialogue.drawn
+            return Answer(prompt.ids, tokens, drawn, *rewards(), dialogue.truncated, dialogue.is_own)
 
         return answer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from capibara.inference.interactive import chat as chats
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.seeds import draw_seed
+from capibara.multihost import hosts
 from capibara.strategies.environments.environment import Environment, Episode
 from capibara.strategies.generating import Prompt, tokens_of
 from capibara.strategies.rewards.reward_sum import each
@@ -37,13 +39,13 @@ class Opening(NamedTuple):
     Attributes:
       prompt: its prompt.
       conversation: the prompt's messages and tools.
-      episode: the environment.
+      episode: the environment; None: it answers in another process.
       sampling: of the model's first message; its max_new_tokens are those of all messages of both.
     """
 
     prompt: Prompt
     conversation: Conversation
-    episode: Episode
+    episode: Episode | None
     sampling: Sampling
 
 
@@ -83,18 +85,24 @@ class Dialogue:
 class Dialogues:
     """Holds dialogues, turn by turn, each turn of all of them together.
 
+    All processes take as many turns. An error on one of them is raised on all.
+
     Args:
       environment: the environment.
       chat: the run's tokenizer and template.
       dialect: how the model writes calls.
-      generate: answers prompts.
+      generate: answers prompts; all processes call it.
+      is_together: whether all processes hold the same dialogues, and have the answers of each other's episodes.
     """
 
-    def __init__(self, environment: Environment, chat: Chat, dialect: Dialect, generate: Generate):
+    def __init__(
+        self, environment: Environment, chat: Chat, dialect: Dialect, generate: Generate, is_together: bool = False
+    ):
         self._environment, self._chat, self._dialect, self._generate = environment, chat, dialect, generate
+        self._is_together = is_together
 
     def held(self, openings: Sequence[Opening]) -> list[Dialogue]:
-        """The dialogues after their last turns.
+        """The dialogues of this process after their last turns; all processes call it.
 
         Raises:
           Interrupted: the run must stop.
@@ -108,15 +116,39 @@ class Dialogues:
                 for i, item in going.items()
             ]
             streams = self._generate(prompts, functools.partial(_samplings, going, turn))
-            ends_here = turn + 1 == self._environment.turns
             spoken = {i: streams[i][0].result() for i in going}
-            asked = {i: item for i, item in going.items() if self._add_message(item, spoken[i]) and not ends_here}
-            calls = [functools.partial(self._answers, item) for item in asked.values()]
-            answers = dict(zip(asked, each(calls, self._environment.concurrent)))
-            going = {i: item for i, item in asked.items() if self._goes_on(item, answers[i], spoken[i].end)}
-            if not going:
+            answers = self._answered(going, spoken, turn + 1 == self._environment.turns)
+            left = hosts.each(functools.partial(self._continued, going, spoken, answers))
+            if not any(left):
                 break
+            going = {i: going[i] for i in left[jax.process_index()]}
         return dialogues
+
+    def _answered(
+        self, going: Mapping[int, Dialogue], spoken: Mapping[int, Completion], is_last: bool
+    ) -> dict[int, list[Message]]:
+        """Adds what the model said; returns what the environment answers to whole messages, none in the last turn."""
+        answers: dict[int, list[Message]] = {}
+
+        def answer() -> list[tuple[int, list[Message]]]:
+            whole = [i for i, item in going.items() if self._add_message(item, spoken[i])]
+            asked = [] if is_last else [i for i in whole if going[i].opening.episode is not None]
+            calls = [functools.partial(self._answers, going[i]) for i in asked]
+            answers.update(zip(asked, each(calls, self._environment.concurrent)))
+            return [*answers.items()] if self._is_together else []
+
+        for of_process in hosts.each(answer):
+            answers.update(of_process)
+        return answers
+
+    def _continued(
+        self,
+        going: Mapping[int, Dialogue],
+        spoken: Mapping[int, Completion],
+        answers: Mapping[int, Sequence[Message]],
+    ) -> list[int]:
+        """The dialogues in which the model speaks again, in the order of `going`, which is that of all processes."""
+        return [i for i, item in going.items() if i in answers and self._goes_on(item, answers[i], spoken[i].end)]
 
     def _add_message(self, dialogue: Dialogue, completion: Completion) -> bool:
         """Adds what the model said; returns whether it said it to its end."""
@@ -142,8 +174,9 @@ class Dialogues:
 
     def _answers(self, dialogue: Dialogue) -> list[Message]:
         """What the environment says to the dialogue; it has a copy, which it may change."""
-        name = type(self._environment).__name__
-        answers = dialogue.opening.episode.step(copy.deepcopy(tuple(dialogue.messages)))
+        name, episode = type(self._environment).__name__, dialogue.opening.episode
+        assert episode is not None, "a process asks its own episodes"
+        answers = episode.step(copy.deepcopy(tuple(dialogue.messages)))
         result = [*returned(answers, (list, tuple), f"{name}'s Episode.step")]
         _check(result, self._environment)
         return result
@@ -168,7 +201,7 @@ class Dialogues:
         text = self._chat.text_after(conversation._replace(messages=spoken), "a dialogue")
         if text.count(_MARK) != 1:
             raise UserError(
-                "the chat template does not repeat an earlier message of the assistant, which dialogues with Grpo.environment "
+                "the chat template does not repeat an earlier message of the assistant, which dialogues with an environment "
                 "need: use another ChatTemplate.template"
             )
         ids = self._chat.ids_of(text.partition(_MARK)[2])
@@ -187,27 +220,28 @@ def episode_of(environment: Environment, record: Mapping[str, Any]) -> Episode:
     return returned(environment.begin(record), Episode, f"{type(environment).__name__}.begin")
 
 
-def check(environment: Environment, dataset: Dataset) -> None:
-    """Raises UserError unless a run on this data can hold dialogues with an environment."""
-    name = type(environment).__name__
-    if jax.process_count() > 1:
+def check(environment: Environment, dataset: Dataset, field: str) -> None:
+    """Raises UserError unless a run on this data can hold dialogues with an environment; `field` names it for the error."""
+    if environment.answers_calls and dialect_of(chats.of_run(dataset, field)).form is None:
         raise UserError(
-            f"Grpo.environment is @{name}(), which runs of one process have alone, and there are {jax.process_count()}: start "
-            "one, or leave it out"
-        )
-    if environment.answers_calls and dialect_of(chats.of_run(dataset, "Grpo.environment")).form is None:
-        raise UserError(
-            f"Grpo.environment is @{name}(), which answers calls, and the chat template writes none in a known form: take a "
-            "model whose template has tools"
+            f"{field} is @{type(environment).__name__}(), which answers calls, and the chat template writes none in a known "
+            "form: take a model whose template has tools"
         )
 
 
 def _check(answers: Sequence[Message], environment: Environment) -> None:
-    """Raises UserError unless an environment's messages are ones that a template renders."""
+    """Raises UserError unless an environment's messages are ones that a template renders and processes can exchange."""
+    name = type(environment).__name__
     for answer in answers:
         is_message = isinstance(answer, dict) and isinstance(answer.get("content"), str)
         if not is_message or answer.get("role") not in ("tool", "user"):
             raise UserError(
-                f"Grpo.environment: {type(environment).__name__} answered {answer!r}, must answer messages with the role 'tool' or "
-                "'user' and a text as content"
+                f"the environment @{name}() answered {answer!r}, must answer messages with the role 'tool' or 'user' and a "
+                "text as content"
             )
+        try:
+            json.dumps(answer)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"the environment @{name}() answered {answer!r}, must answer JSON values: {error}"
+            ) from None

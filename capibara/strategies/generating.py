@@ -127,12 +127,12 @@ class Generator:
         topic: str,
         dialect: Dialect = Dialect(),
     ) -> dict[int, list[Stream]]:
-        """Finished answers to each prompt by its row, at least of this process's share (`hosts.share`); all processes call it.
+        """Finished answers to each prompt by its row; all processes call it.
 
         Args:
-          prompts: the prompts, the same on all processes.
+          prompts: those that this process answers, see `share`.
           samplings: row of a prompt -> sampling options of each of its answers.
-          what: their purpose, for the progress.
+          topic: their purpose, for the progress.
           dialect: how calls are written, whose special tokens are part of an answer's text.
 
         Raises:
@@ -140,10 +140,10 @@ class Generator:
         """
         ends, spelled = dialect.ends_of(self.chat), dialect.spelled
         streams: dict[int, list[Stream]] = {}
-        for row, _, ids in self.share(prompts):
+        for row, _, ids in prompts:
             streams[row] = [self._loaded.submit(ids, item, ends=ends, spelled=spelled) for item in samplings(row)]
         try:
-            self._finish(topic, sum(len(samplings(prompt.row)) for prompt in prompts))
+            self._finish(topic, sum(map(len, streams.values())))
         except Interrupted:  # the engine may be used again
             for stream in itertools.chain.from_iterable(streams.values()):
                 stream.cancel()
@@ -152,7 +152,12 @@ class Generator:
 
     def share(self, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
         """The prompts that this process answers: all where all processes generate together."""
-        return prompts if self._chips is None else hosts.share(prompts)
+        return prompts if self.is_together else hosts.share(prompts)
+
+    @property
+    def is_together(self) -> bool:
+        """Whether all processes generate together, each from the same prompts."""
+        return self._chips is None
 
     def read(self, readings: Sequence[Reading], topic: str) -> list[Completion]:
         """The answers about this process's documents, which it reads to their ends; all processes call it."""
@@ -169,20 +174,20 @@ class Generator:
         return [answers[i] for i in range(len(readings))]
 
     def _finish(self, topic: str, count: int) -> None:
-        """Generates until the engines of all processes have finished."""
+        """Generates until the engines of all processes have finished; `count`: answers of this process's engine."""
         for turn in itertools.count():
             self._run.reporter.check(turn)
-            result = hosts.each(self._worked)
-            if not any(busy for busy, _ in result):
+            result = hosts.each(lambda: (self._is_busy(), count - sum(self._loaded.load), count))
+            if not any(busy for busy, _, _ in result):
                 return
-            left = result[0][1] if self._chips is None else sum(item for _, item in result)
-            self._run.reporter.progress(f"{topic}: {count - left} of {count} answers")
+            parts = result[:1] if self.is_together else result
+            done, total = (sum(item[column] for item in parts) for column in (1, 2))
+            self._run.reporter.progress(f"{topic}: {done} of {total} answers")
 
-    def _worked(self) -> tuple[bool, int]:
-        """Runs this process's engine; returns whether it had work, and the number of unfinished answers."""
+    def _is_busy(self) -> bool:
+        """Runs this process's engine; returns whether it had work."""
         steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
-        busy = all(self._loaded.step() for _ in range(steps))
-        return busy, sum(self._loaded.load)
+        return all(self._loaded.step() for _ in range(steps))
 
 
 def tokens_of(completion: Completion) -> tuple[list[int], list[float]]:

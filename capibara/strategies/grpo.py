@@ -22,7 +22,7 @@ from capibara.models.api import Model, Stats
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
-from capibara.strategies import dialogues, readings
+from capibara.strategies import readings
 from capibara.strategies.answering import prompt_documents
 from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import Advantages, Baseline, KlIn, RewardScale, normalized_each
@@ -168,8 +168,6 @@ class Grpo(RewardedLoss):
     def open(
         self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
     ) -> Loader:
-        if self.environment is not None:
-            dialogues.check(self.environment, dataset)
         if self.memory is not None and self.max_chunks is not None:
             documents = prompt_documents(dataset, split)
             readings.check(self.memory, self.max_chunks, dataset, documents, self.sampling, CHECK_S)

@@ -20,7 +20,9 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models.api import Model
 from capibara.objectives.base import DrawnFrom
 from capibara.objectives.loss import ResidentArrays, Rollout
+from capibara.strategies import dialogues
 from capibara.strategies.answering import Answer, check_records
+from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import overlong_penalty
 from capibara.strategies.rewards.reward import Reward, check_reward
 from capibara.strategies.rollout_loss import RolloutLoss
@@ -147,6 +149,11 @@ class RewardedLoss(RolloutLoss):
 
     @property
     @abc.abstractmethod
+    def environment(self) -> Environment | None:
+        """Answers the model's messages; None: an answer is one message."""
+
+    @property
+    @abc.abstractmethod
     def entries(self) -> tuple[str, ...]:
         """The entries of batches that the loss adds to tokens and weights, float32 [B, T]."""
 
@@ -173,6 +180,8 @@ class RewardedLoss(RolloutLoss):
         self, dataset: Dataset, *, split: str, batch_size: int, shard_index: int, shard_count: int, epochs: int | None
     ) -> Loader:
         del shard_index, shard_count  # every process reads all prompts
+        if self.environment is not None:
+            dialogues.check(self.environment, dataset, f"{type(self).__name__}.environment")
         check_records(self.rewards, dataset, split, CHECK_S)
         prompts = dataclasses.replace(dataset, length=self.prompt_length(dataset))
         count = max(1, batch_size // self.rows_of_a_prompt) * (self.mini_batches if split == "train" else 1)

@@ -19,6 +19,7 @@ import numpy as np
 
 from capibara.checkpoints.policy import Checkpointing
 from capibara.cli import evaluate
+from capibara.core.types import UserError
 from capibara.data.chat.answers import PreferenceJsonlSource, PromptJsonlSource
 from capibara.data.chat.conversations import ChatJsonlSource
 from capibara.data.chat.template import ChatTemplate
@@ -40,6 +41,7 @@ from capibara.storage import outputs
 from capibara.strategies.answering import Answerer
 from capibara.strategies.distillation.loss import Distillation
 from capibara.strategies.distillation.teacher import Teacher
+from capibara.strategies.environments.environment import Environment, Episode
 from capibara.strategies.grpo import Grpo
 from capibara.training import loop
 from capibara.training.base.callbacks import Callback
@@ -61,6 +63,37 @@ def differs_by_host(prompt, answer, record):
 
 def fails_on_one_host(prompt, answer, record):
     return 1.0 if jax.process_index() == 0 else float("nan")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counting(Environment):
+    """Answers with how often it was asked and how the message begins, until the length of one divides by three.
+
+    Attributes:
+      wrong: what it answers in the place of a message on process 1.
+    """
+
+    wrong: object = None
+
+    def begin(self, record):
+        return CountingEpisode(self.wrong if jax.process_index() else None)
+
+
+class CountingEpisode(Episode):
+    def __init__(self, wrong):
+        self.asked, self.wrong = 0, wrong
+
+    def step(self, messages):
+        self.asked += 1
+        text = messages[-1]["content"]
+        if self.wrong is not None:
+            return [self.wrong]
+        return [] if len(text) % 3 == 0 else [{"role": "user", "content": f"{self.asked}{text[:2].upper()}"}]
+
+
+def counted(prompt, answer, record):
+    """How often the environment has answered, and how long the last message is."""
+    return sum(message["role"] == "user" for message in record["dialogue"]) + len(answer) / 100
 
 
 class Seen(Callback):
@@ -193,6 +226,36 @@ def meshes(folder: pathlib.Path, name: str) -> dict:
     return trained(trainer_of(folder, f"{name}_meshes", plan=plan, grpo=grpo))
 
 
+def speaking(folder: pathlib.Path, name: str, wrong: object = None, **grpo) -> dict:
+    """Two steps on dialogues with an environment, some of which end early, and an evaluation."""
+    base = trainer_of(folder, name, evaluation=Evaluation(every=2))
+    sampling = Sampling(max_new_tokens=300, temperature=0.7)
+    options = {"rewards": (counted,), "environment": Counting(wrong=wrong, turns=3), "sampling": sampling} | grpo
+    loss, dataset = dataclasses.replace(base.loss, **options), dataclasses.replace(base.dataset, length=320)
+    return trained(dataclasses.replace(base, loss=loss, dataset=dataset))
+
+
+def dialogues(folder: pathlib.Path, name: str) -> dict:
+    """Each process speaks about its prompts."""
+    return speaking(folder, f"{name}_dialogues")
+
+
+def joint_dialogues(folder: pathlib.Path, name: str) -> dict:
+    """All processes make each token of the model; an environment answers in one of them."""
+    return speaking(folder, f"{name}_joint_dialogues", where=Where.ALL)
+
+
+def wrong_dialogues(folder: pathlib.Path, name: str) -> dict:
+    """The environment of process 1 answers what is no message, or none that processes can exchange."""
+    errors = []
+    for number, wrong in enumerate(("text", {"role": "user", "content": "x", "extra": {1, 2}})):
+        try:
+            speaking(folder, f"{name}_wrong_dialogues{number}", wrong)
+        except UserError as error:
+            errors.append(str(error))
+    return {"errors": errors}
+
+
 def opinions(folder: pathlib.Path, name: str) -> dict:
     """A reward that is another one on every host."""
     return trained(trainer_of(folder, f"{name}_opinions", steps=1, grpo={"rewards": (differs_by_host,)}))
@@ -305,6 +368,9 @@ PARTS = [
     meshes,
     opinions,
     failure,
+    dialogues,
+    joint_dialogues,
+    wrong_dialogues,
     reference,
     distilled,
     evaluated,

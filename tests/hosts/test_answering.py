@@ -66,6 +66,11 @@ def two(pair):
     return pair("two", *SHORT)
 
 
+@pytest.fixture(scope="module")
+def spoken(pair):
+    return pair("spoken", "dialogues", "joint_dialogues", "wrong_dialogues")
+
+
 @pytest.fixture
 def alone(folder, monkeypatch):
     """Name of a part -> what this process finds."""
@@ -107,6 +112,71 @@ def test_two_processes_read_their_parts_of_the_documents_and_learn_as_one(two, a
     assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"] and found[0]["answers"] == found[1]["answers"]
     same_run(found[0], want)
     asked_once(found, want)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("part", ["dialogues", "joint_dialogues"])
+def test_two_processes_speak_with_an_environment_as_one(spoken, alone, part):
+    found, want = spoken[part], alone(part)
+    assert found[0]["tokens"] == found[1]["tokens"] == want["tokens"] and found[0]["answers"] == found[1]["answers"]
+    same_run(found[0], want)
+    assert (
+        len({len(prompt) for prompt in want["asked"]}) > 8 and 0 < want["steps"]["1"]["reward"] < 3
+    )  # of several turns
+    if part == "dialogues":
+        asked_once(found, want)
+
+
+@pytest.mark.heavy
+def test_an_environment_that_fails_in_one_process_ends_both_with_its_line(spoken):
+    found = spoken["wrong_dialogues"]
+    assert found[0] == found[1] and len(found[0]["errors"]) == 2
+    assert "@Counting() answered 'text', must answer messages with the role" in found[0]["errors"][0]
+    assert "must answer JSON values: Object of type set is not JSON serializable" in found[0]["errors"][1]
+
+
+BROKEN = """
+import dataclasses
+
+import jax
+
+from capibara.config import configurable
+from capibara.strategies.environments.environment import Environment, Episode
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Broken(Environment):
+    def begin(self, record):
+        return {}[record["prompt"]] if jax.process_index() == 1 else Silent()
+
+
+class Silent(Episode):
+    def step(self, messages):
+        return []
+
+
+@configurable
+def nothing(prompt, answer, record):
+    return 0.0
+"""
+
+
+@pytest.mark.heavy
+@pytest.mark.fault(65)
+def test_a_fault_of_an_environment_in_one_process_ends_the_run_with_its_line(folder, nursery):
+    (folder / "broken_tools.py").write_text(BROKEN)
+    (folder / "broken.gin").write_text("import broken_tools\nGrpo.environment = @Broken()\n")
+    files = ("models/tiny.gin", "tasks/prompts.gin", "runs/grpo.gin", f"{folder}/broken.gin")
+    values = {"MODEL_DIR": f"'{folder}/broken'", "INIT_FROM": None, "TRAIN_STEPS": 2, "DecoderConfig.vocab_size": 384}
+    values |= {"FILES": (f"{folder}/prompts.jsonl",), "TOKENIZER": f"'{folder}/tokenizer'", "REWARDS": "(@nothing,)"}
+    values |= {"BATCH_SIZE": 16, "LENGTH": 64, "ANSWER_LENGTH": 32, "Evaluation.every": 0}
+    flags = [*(f"--gin_file={name}" for name in files), *(f"--gin.{name}={value}" for name, value in values.items())]
+    waiting, failed = hosts.Named(folder, 2, nursery).run("train", *flags, timeout_s=120)
+    assert (waiting.code, failed.code) == (2, 2), (waiting, failed)
+    for end in (waiting, failed):
+        (line,) = (line for line in end.err.splitlines() if line.startswith("error: "))
+        assert "broken_tools.py" in line and "KeyError" in line and "Traceback" not in end.err, end
 
 
 @pytest.mark.heavy

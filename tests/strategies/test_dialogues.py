@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -23,6 +24,7 @@ from capibara.inference.engine.engine import EngineConfig
 from capibara.inference.engine.requests.stream import Finish
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.sampling import Sampling
+from capibara.multihost import hosts, peers
 from capibara.sharding import Plan
 from capibara.strategies import dialogues
 from capibara.strategies.dialogues import Dialogues, Opening, episode_of
@@ -121,7 +123,13 @@ def test_turns_and_tokens_are_bounded(hold):
     assert len(asked) == 1 and dialogue.truncated
 
 
-@pytest.mark.parametrize("answer", ["text", {"role": "assistant", "content": "x"}, {"role": "user", "content": None}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("text", {"role": "assistant", "content": "x"}, {"role": "user", "content": None}),
+        {"role": "user", "content": "x", "more": {1}},
+    ],
+)
 def test_an_answer_that_is_no_message_is_named(hold, answer):
     class Wrong(Echo):
         def begin(self, record):
@@ -129,7 +137,9 @@ def test_an_answer_that_is_no_message_is_named(hold, answer):
             episode.step = lambda messages: [answer]
             return episode
 
-    with pytest.raises(UserError, match="Grpo.environment: Wrong answered .* must answer messages with the role"):
+    with pytest.raises(
+        UserError, match=r"environment @Wrong\(\) answered .* must answer (messages with the role|JSON)"
+    ):
         hold("ab", environment=Wrong())
 
 
@@ -166,6 +176,89 @@ def test_an_environment_cannot_change_the_dialogue(hold):
     dialogue, _ = hold("ab", environment=Changing())
     assert [message["content"] for message in dialogue.messages] == ["1?", "ab"]
     assert dialogue.opening.conversation.messages[0]["content"] == "1?"
+
+
+@pytest.fixture
+def as_processes(processes, monkeypatch):
+    """(functions) -> what each gives, or raises, as one of two processes."""
+    monkeypatch.setattr(peers, "_report_expected", threading.Event())
+    return lambda *functions: processes(2, lambda: functions[jax.process_index()]())
+
+
+@pytest.fixture
+def holding(chat):
+    """(texts of the model by dialogue, episodes) -> a function that holds the dialogues, and the rows of each turn."""
+
+    def make(texts, episodes, is_together=False):
+        asked = []
+
+        def generate(prompts, samplings):
+            hosts.gathered(None)  # the engines of all processes finish together
+            turn = len(asked)
+            asked.append([prompt.row for prompt in prompts])
+            return {prompt.row: [Completed(chat.vocabulary, texts[prompt.row][turn])] for prompt in prompts}
+
+        def hold():
+            conversation, prompt = (
+                Conversation([{"role": "user", "content": "1?"}], None),
+                Prompt(3, 0, chat.ids_of(PROMPT)),
+            )
+            sampling = Sampling(max_new_tokens=90, temperature=1.0, seed=5)
+            openings = [Opening(prompt, conversation, episode, sampling) for episode in episodes]
+            dialogues = Dialogues(Echo(), chat, Dialect(), generate, is_together).held(openings)
+            return [item.messages[1:] for item in dialogues]
+
+        return hold, asked
+
+    return make
+
+
+def test_processes_take_as_many_turns(holding, as_processes):
+    """Where the dialogues of one are over before those of the other."""
+    (short, of_short), (long, of_long) = (
+        holding([["stop"]], [EchoEpisode("stop")]),
+        holding([["ab", "c", "stop"]], [EchoEpisode("stop")]),
+    )
+    one, other = as_processes(short, long)
+    assert of_short == [[0], [], []] and of_long == [[0], [0], [0]]
+    assert [message["content"] for message in one[0]] == ["stop"]
+    assert [message["content"] for message in other[0]] == ["ab", "AB", "c", "C", "stop"]
+
+
+def test_processes_that_generate_together_ask_each_episode_once(holding, as_processes):
+    texts, steps = [["ab", "stop"], ["c", "de", "stop"]], []
+
+    def process(index):
+        episodes = [EchoEpisode("stop") if owner == index else None for owner in (1, 0)]
+        for owner, episode in zip((1, 0), episodes):
+            if episode is not None:
+                step = episode.step
+                episode.step = lambda messages, owner=owner, step=step: steps.append(owner) or step(messages)
+        return holding(texts, episodes, is_together=True)
+
+    (first, of_first), (second, of_second) = process(0), process(1)
+    one, other = as_processes(first, second)
+    assert of_first == of_second == [[0, 1], [0, 1], [1]] and sorted(steps) == [0, 0, 0, 1, 1]
+    assert one == other and [message["content"] for message in one[1]] == ["c", "C", "de", "DE", "stop"]
+
+
+@pytest.mark.parametrize("wrong", ["text", {"role": "user", "content": "x", "more": {1}}])
+def test_an_error_of_an_environment_ends_all_processes(holding, as_processes, wrong):
+    """It is that of the process that has it."""
+    good, bad = EchoEpisode(""), EchoEpisode("")
+    bad.step = lambda messages: [wrong]
+    texts = [["ab", "c", "d", "e"]]
+    errors = as_processes(holding(texts, [good])[0], holding(texts, [bad])[0])
+    assert [*map(type, errors)] == [UserError, UserError] and str(errors[0]) == str(errors[1])
+    assert "@Echo() answered" in str(errors[0])
+
+
+def test_a_fault_of_an_environment_ends_all_processes(holding, as_processes):
+    bad = EchoEpisode("")
+    bad.step = lambda messages: 1 / 0
+    texts = [["ab", "c", "d", "e"]]
+    waiting, failed = as_processes(holding(texts, [EchoEpisode("")])[0], holding(texts, [bad])[0])
+    assert isinstance(failed, ZeroDivisionError) and "process 1 ended with ZeroDivisionError" in str(waiting)
 
 
 def multiply(a, b):
@@ -230,9 +323,15 @@ def test_functions_need_a_template_with_calls(calling, toy_tokenizer):
         dataset = cb.Dataset(
             source=source, vocabulary=cb.TokenizerJsonVocabulary(path=folder), length=8, packing="none"
         )
-        dialogues.check(Echo(), dataset)
-        with contextlib.nullcontext() if is_right else pytest.raises(UserError, match="the chat template writes none"):
-            dialogues.check(tools, dataset)
+        dialogues.check(Echo(), dataset, "Ppo.environment")
+        with (
+            contextlib.nullcontext()
+            if is_right
+            else pytest.raises(
+                UserError, match=r"Ppo.environment is @FunctionTools\(\), .* the chat template writes none"
+            )
+        ):
+            dialogues.check(tools, dataset, "Ppo.environment")
 
 
 class Seen(Callback):
@@ -248,8 +347,9 @@ def spoke(prompt, answer, record):
     return float(sum(message["role"] == "assistant" for message in record["dialogue"]))
 
 
-def test_only_the_models_tokens_are_trained(toy_tokenizer, tmp_path, monkeypatch):
-    """In a run of three turns, whose probabilities in the engine are those in training."""
+@pytest.fixture
+def train(toy_tokenizer, tmp_path, monkeypatch):
+    """(loss, fields of the model) -> metrics by step and batches of two steps."""
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(20)))
     source = cb.PromptJsonlSource(files=(str(path),), template=cb.ChatTemplate(tokenizer=toy_tokenizer))
@@ -266,24 +366,41 @@ def test_only_the_models_tokens_are_trained(toy_tokenizer, tmp_path, monkeypatch
         return dataclasses.replace(run, train_step=step), initial
 
     monkeypatch.setattr(loop, "set_up", watched)
+    sizes = dict(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32")
     trainer = cb.Trainer(
         model_dir=str(tmp_path / "run"),
         steps=2,
-        model=cb.DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, mlp_dim=64, dtype="float32"),
+        model=cb.DecoderConfig(**sizes),
         plan=Plan(batch_size=16),
         dataset=cb.Dataset(source=source, vocabulary=vocabulary, length=480, packing="none"),
         optimizer=cb.Optimizer(schedule=cb.Schedule(kind="constant", learning_rate=1e-3)),
         evaluation=Evaluation(every=0),
         checkpointing=Checkpointing(every=0),
-        loss=cb.Grpo(
-            rewards=(spoke,), group=8, environment=Echo(turns=3), sampling=Sampling(max_new_tokens=460, temperature=1.0),
-            engine=EngineConfig(slots=16, prefix_cache_mib=0),
-        ),
+        loss=cb.Grpo(rewards=(spoke,)),
         log_every=1,
-    )  # fmt: skip
-    seen = Seen()
-    loop.train(trainer, seen)
-    assert seen.metrics[1]["engine_difference"] < 1e-4 and seen.metrics[1]["reward"] > 1.0
+    )
+
+    def run(loss, **model):
+        seen = Seen()
+        loop.train(dataclasses.replace(trainer, loss=loss, model=cb.DecoderConfig(**sizes, **model)), seen)
+        return seen.metrics, batches
+
+    return run
+
+
+SPEAKING = dict(
+    rewards=(spoke,),
+    environment=Echo(turns=3),
+    sampling=Sampling(max_new_tokens=460, temperature=1.0),
+    engine=EngineConfig(slots=16, prefix_cache_mib=0),
+)
+
+
+def test_only_the_models_tokens_are_trained(train, toy_tokenizer):
+    """In a run of three turns, whose probabilities in the engine are those in training."""
+    vocabulary = cb.TokenizerJsonVocabulary(path=toy_tokenizer)
+    metrics, batches = train(cb.Grpo(**SPEAKING, group=8))
+    assert metrics[1]["engine_difference"] < 1e-4 and metrics[1]["reward"] > 1.0
     end, changes = vocabulary.encode_rendered("<|end|>")[0][0], 0
     for batch in batches:
         for targets, weights, drawn in zip(batch["targets"], batch["weights"], batch["drawn"]):

@@ -136,7 +136,7 @@ class TeacherBatches(BatchProvider):
             seed = draw_seed(self._run.seed, step, row)
             return [dataclasses.replace(self._options.sampling, max_new_tokens=most, seed=seed)]
 
-        streams = generator.streams(asked, samplings, f"answers for step {step}")
+        streams = generator.streams(generator.share(asked), samplings, f"answers for step {step}")
         answers: dict[int, list[int]] = {}
         mine = lambda: [(item.row, tokens_of(streams[item.row][0].result())[0]) for item in hosts.share(asked)]  # noqa: E731
         for part in hosts.each(mine):
