@@ -17,6 +17,7 @@ from capibara.models.api import Model, Stats, TransformerConfig
 from capibara.objectives.base import Metrics, Objective, Totals, log_probabilities_of, values_of
 from capibara.objectives.batches import RunParts
 from capibara.sharding import RematPolicy
+from capibara.strategies.environments.environment import Environment
 from capibara.strategies.policy.advantages import KlIn
 from capibara.strategies.policy.answers import RatioLevel
 from capibara.strategies.policy.clipped import Clipped
@@ -46,7 +47,7 @@ class Ppo(RewardedLoss):
       kl_target: nats an answer that the coefficient of the divergence is controlled for (Ziegler et al. 2019, section 2.2);
         None: `kl` is fixed.
       kl_horizon: answers in which the controller corrects by its error.
-      importance_cap: as in `Grpo`.
+      importance_cap, environment: as in `Grpo`; what an environment says has no value, reward or cost.
     """
 
     group: int = 1
@@ -60,10 +61,10 @@ class Ppo(RewardedLoss):
     kl_target: float | None = None
     kl_horizon: int = 10_000
     importance_cap: float | None = 2.0
+    environment: Environment | None = None
 
     reads_values = True
     resample = 0
-    environment = None
     memory = None
     max_chunks = None
     kl_in = KlIn.TOKENS

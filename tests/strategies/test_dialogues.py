@@ -396,6 +396,21 @@ SPEAKING = dict(
 )
 
 
+def test_returns_of_values_pass_over_what_the_environment_says(train):
+    """With gae_lambda = 1 a token's return is the discounted reward, of as many steps as the model has tokens after it."""
+    metrics, batches = train(cb.Ppo(**SPEAKING, kl=0.0, gamma=0.99, gae_lambda=1.0), value_head=True)
+    assert metrics[1]["reward"] > 1.0 and metrics[1]["engine_difference"] < 1e-4 and metrics[2]["value_loss"] > 0
+    dialogues_of_turns = 0
+    for batch in batches:
+        for weights, returns, values in zip(batch["weights"], batch["returns"], batch["values"]):
+            at = np.flatnonzero(weights)
+            messages = 1 + np.sum(np.diff(at) > 1)
+            dialogues_of_turns += messages > 1
+            np.testing.assert_allclose(returns[at], messages * 0.99 ** np.arange(len(at))[::-1], atol=1e-5)
+            assert (returns[weights == 0] == 0).all() and (values[weights == 0] == 0).all() and values[at].any()
+    assert dialogues_of_turns > 3
+
+
 def test_only_the_models_tokens_are_trained(train, toy_tokenizer):
     """In a run of three turns, whose probabilities in the engine are those in training."""
     vocabulary = cb.TokenizerJsonVocabulary(path=toy_tokenizer)

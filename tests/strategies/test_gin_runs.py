@@ -263,11 +263,5 @@ def test_tools_in_rollouts(build, tmp_path, monkeypatch):
     call = {"id": "1", "function": {"name": "multiply", "arguments": '{"a": 6, "b": 7}'}}
     (answer,) = environment.begin({}).step([{"role": "assistant", "tool_calls": [call]}])
     assert environment.turns == 3 and answer["content"] == "42"
-    with pytest.raises(UserError, match="Ppo has no parameter"):
-        build(
-            "prompts",
-            "ppo",
-            "REWARDS=(@exact_answer,)",
-            "Ppo.environment=@FunctionTools()",
-            before=[str(tmp_path / "mine.gin")],
-        )
+    bindings = ["REWARDS=(@exact_answer,)", "Ppo.environment=@FunctionTools()", "FunctionTools.turns=2"]
+    assert build("prompts", "ppo", *bindings, before=[str(tmp_path / "mine.gin")]).loss.environment.turns == 2

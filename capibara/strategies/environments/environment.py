@@ -1,4 +1,4 @@
-"""The interface of `Grpo.environment`."""
+"""The interface of `Grpo.environment` and `Ppo.environment`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Episode(abc.ABC):
           messages: the dialogue, each {"role", "content"}; the model's may have "tool_calls".
 
         Returns:
-          A list of messages of "tool" or "user", each {"role", "content"}; empty: the dialogue is over.
+          A list of messages of "tool" or "user", each {"role", "content"}, of JSON values; empty: the dialogue is over.
         """
 
 
@@ -47,4 +47,4 @@ class Environment(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, record: Mapping[str, Any]) -> Episode:
-        """A new dialogue about a record of the data."""
+        """A new dialogue about a record of the data; of several processes one calls it."""

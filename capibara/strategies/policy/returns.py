@@ -36,6 +36,8 @@ def generalized_advantages(
 ) -> np.ndarray:
     """Generalised advantage estimates [B, T] (GAE, Schulman et al. 2015, arXiv:1506.02438); the value after the end is 0.
 
+    The state after a token is that before the answer's next one: what an environment says between them takes no time.
+
     Args:
       rewards_BT, values_BT: of each token, the value of the state before it.
       weights_BT: 1 for a token of an answer.
@@ -44,10 +46,11 @@ def generalized_advantages(
     advantages_BT, later_B = np.zeros(rewards_BT.shape), np.zeros(len(rewards_BT))
     next_B = np.zeros(len(rewards_BT))
     for t in reversed(range(rewards_BT.shape[1])):
+        is_token_B = weights_BT[:, t] > 0
         delta_B = rewards_BT[:, t] + gamma * next_B - values_BT[:, t]
-        later_B = np.where(weights_BT[:, t] > 0, delta_B + gamma * gae_lambda * later_B, 0.0)
-        next_B = np.where(weights_BT[:, t] > 0, values_BT[:, t], 0.0)
-        advantages_BT[:, t] = later_B
+        later_B = np.where(is_token_B, delta_B + gamma * gae_lambda * later_B, later_B)
+        next_B = np.where(is_token_B, values_BT[:, t], next_B)
+        advantages_BT[:, t] = np.where(is_token_B, later_B, 0.0)
     return advantages_BT
 
 

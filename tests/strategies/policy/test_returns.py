@@ -6,6 +6,7 @@ import pytest
 from capibara.strategies.policy import returns
 
 LENGTHS, STARTS, WIDTH = [2, 5, 0, 7], [1, 3, 0, 0], 9
+GAMMAS = [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)]
 
 
 def case():
@@ -31,7 +32,25 @@ def test_the_reward_is_of_the_last_token_and_the_divergence_of_each(whiten):
     assert (got[weights == 0] == 0).all()
 
 
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize(("gamma", "gae_lambda"), GAMMAS)
+def test_advantages_pass_over_what_an_environment_says(gamma, gae_lambda):
+    weights, rewards, values, _ = case()
+    want = returns.generalized_advantages(rewards * weights, values, weights, gamma, gae_lambda)
+    apart = np.array([0, 2, 3, 7, 8, 9, 12, 14, 15])  # where the columns are with gaps between them
+
+    def moved(x):
+        result = np.ones((len(x), 17)) * (x is not weights)
+        result[:, apart] = x
+        return result
+
+    got = returns.generalized_advantages(
+        moved(rewards) * moved(weights), moved(values), moved(weights), gamma, gae_lambda
+    )
+    np.testing.assert_allclose(got[:, apart], want, rtol=1e-12)
+    assert (got[moved(weights) == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), GAMMAS)
 def test_advantages_are_the_discounted_sums_of_later_differences(gamma, gae_lambda):
     """Equation 16 of the paper, of the differences r + gamma * V(next) - V; the value after the last token is 0."""
     weights, rewards, values, _ = case()
