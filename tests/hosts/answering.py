@@ -79,6 +79,9 @@ class Counting(Environment):
         return CountingEpisode(self.wrong if jax.process_index() else None)
 
 
+STEPPED: list[str] = []  # the messages that this process's environment has answered
+
+
 class CountingEpisode(Episode):
     def __init__(self, wrong):
         self.asked, self.wrong = 0, wrong
@@ -86,6 +89,7 @@ class CountingEpisode(Episode):
     def step(self, messages):
         self.asked += 1
         text = messages[-1]["content"]
+        STEPPED.append(text)
         if self.wrong is not None:
             return [self.wrong]
         return [] if len(text) % 3 == 0 else [{"role": "user", "content": f"{self.asked}{text[:2].upper()}"}]
@@ -232,7 +236,8 @@ def speaking(folder: pathlib.Path, name: str, wrong: object = None, **grpo) -> d
     sampling = Sampling(max_new_tokens=300, temperature=0.7)
     options = {"rewards": (counted,), "environment": Counting(wrong=wrong, turns=3), "sampling": sampling} | grpo
     loss, dataset = dataclasses.replace(base.loss, **options), dataclasses.replace(base.dataset, length=320)
-    return trained(dataclasses.replace(base, loss=loss, dataset=dataset))
+    STEPPED.clear()
+    return trained(dataclasses.replace(base, loss=loss, dataset=dataset)) | {"stepped": [*STEPPED]}
 
 
 def dialogues(folder: pathlib.Path, name: str) -> dict:

@@ -123,6 +123,8 @@ def test_two_processes_speak_with_an_environment_as_one(spoken, alone, part):
     assert (
         len({len(prompt) for prompt in want["asked"]}) > 8 and 0 < want["steps"]["1"]["reward"] < 3
     )  # of several turns
+    assert sorted(found[0]["stepped"] + found[1]["stepped"]) == sorted(want["stepped"])
+    assert all(len(one["stepped"]) > len(want["stepped"]) // 4 for one in found)
     if part == "dialogues":
         asked_once(found, want)
 

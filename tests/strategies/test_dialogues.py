@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import pathlib
@@ -323,15 +322,12 @@ def test_functions_need_a_template_with_calls(calling, toy_tokenizer):
         dataset = cb.Dataset(
             source=source, vocabulary=cb.TokenizerJsonVocabulary(path=folder), length=8, packing="none"
         )
+        for loss, name in ((cb.Grpo, "Grpo"), (cb.Ppo, "Ppo")):
+            error = "nowhere.jsonl" if is_right else rf"^{name}.environment is @FunctionTools\(\), .* writes none"
+            with pytest.raises(UserError, match=error):  # the file is opened later
+                options = dict(split="train", batch_size=8, shard_index=0, shard_count=1, epochs=None)
+                loss(rewards=(spoke,), environment=tools).open(dataset, **options)
         dialogues.check(Echo(), dataset, "Ppo.environment")
-        with (
-            contextlib.nullcontext()
-            if is_right
-            else pytest.raises(
-                UserError, match=r"Ppo.environment is @FunctionTools\(\), .* the chat template writes none"
-            )
-        ):
-            dialogues.check(tools, dataset, "Ppo.environment")
 
 
 class Seen(Callback):
