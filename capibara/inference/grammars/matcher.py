@@ -13,6 +13,7 @@ from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.grammars import schemas
+from capibara.inference.grammars.lark import quoted
 from capibara.inference.sampling.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ def _written(grammar: Grammar) -> str:
         schemas.check_embedded(text)
         return matcher.grammar_from_lark(text)
     if grammar.choice is not None:
-        return matcher.grammar_from_lark("start: " + " | ".join(map(_quoted, grammar.choice)))
+        return matcher.grammar_from_lark("start: " + " | ".join(map(quoted, grammar.choice)))
     assert isinstance(grammar.json_schema, (str, bool))
     return matcher.grammar_from_json_schema(json.dumps(schemas.prepared(grammar.json_schema)), overrides=_WHITE_SPACE)
 
@@ -191,11 +192,6 @@ def _lark(text: str) -> str:
         return gbnf_to_lark(text)
     except Exception as error:  # it raises plain exceptions
         raise ValueError(str(error)) from None
-
-
-def _quoted(text: str) -> str:
-    """A text as Lark's notation has it."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # a control character in Lark, not in JSON
 
 
 def _brief(error: object) -> str:
