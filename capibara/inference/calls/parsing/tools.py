@@ -66,6 +66,10 @@ class Tools:
         """The types that a schema within that of a tool's arguments allows; empty: any."""
         return _types(schema, self.parameters[name], _MOST_REFERENCES)
 
+    def texts(self, name: str, schema: Any) -> list[str] | None:
+        """The strings that a schema within that of a tool's arguments allows; None: any."""
+        return _texts(schema, self.parameters[name], _MOST_REFERENCES, {})
+
     def resolved(self, name: str, schema: Any) -> dict[str, Any]:
         """A schema within that of a tool's arguments, without a reference in its place; empty: anything."""
         for _ in range(_MOST_REFERENCES):
@@ -79,7 +83,15 @@ class Tools:
 
         Where the schema allows several types, it is the first that fits and is no string, else a string.
         """
-        return self.typed_by(self.types(name, key), text)
+        return self.typed_as(name, _object(self.parameters[name].get("properties")).get(key), text)
+
+    def typed_as(self, name: str, schema: Any, text: str) -> str:
+        """A value of a schema within that of a tool's arguments; as `typed`, but a string that the schema has stays one."""
+        return (
+            dumped(text)
+            if text in (self.texts(name, schema) or ())
+            else self.typed_by(self.types_of(name, schema), text)
+        )
 
     def typed_by(self, types: Set[str], text: str) -> str:
         """A value that was written without a type, as JSON; as `typed`."""
@@ -148,7 +160,42 @@ def _types_of(
         if isinstance(schema.get(name), list):
             choices = [_types(choice, root, references, known) for choice in schema[name]]
             return set().union(*choices) if all(choices) else set()
+    if parts := [types for part in _list(schema.get("allOf")) if (types := _types(part, root, references, known))]:
+        return set.intersection(*parts)
     return set()
+
+
+def _texts(
+    schema: Any, root: Mapping[str, Any], references: int, known: dict[int, list[str] | None]
+) -> list[str] | None:
+    """As `Tools.texts`; `known` as of `_types`."""
+    if not isinstance(schema, dict) or not references:
+        return None
+    if id(schema) not in known:
+        known[id(schema)] = None  # of one that refers to itself
+        known[id(schema)] = _texts_of(schema, root, references - 1, known)
+    return known[id(schema)]
+
+
+def _texts_of(
+    schema: Mapping[str, Any], root: Mapping[str, Any], references: int, known: dict[int, list[str] | None]
+) -> list[str] | None:
+    """The strings that all keywords of a schema allow."""
+    if (kind := schema.get("type")) is not None and "string" not in (kind if isinstance(kind, list) else [kind]):
+        return []
+    each = [_texts(part, root, references, known) for part in _list(schema.get("allOf"))]
+    if isinstance(reference := schema.get("$ref"), str):
+        each.append(_texts(_referenced(reference, root), root, references, known))
+    if isinstance(values := schema.get("enum"), list):
+        each.append([value for value in values if isinstance(value, str)])
+    if "const" in schema:
+        each.append([value for value in (schema["const"],) if isinstance(value, str)])
+    for name in ("anyOf", "oneOf"):
+        choices = [_texts(choice, root, references, known) for choice in _list(schema.get(name))]
+        if choices and None not in choices:
+            each.append([text for choice in choices for text in choice or ()])
+    allowed = [dict.fromkeys(texts) for texts in each if texts is not None]
+    return [text for text in allowed[0] if all(text in texts for texts in allowed)] if allowed else None
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
@@ -156,6 +203,10 @@ def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
     for name in reference.removeprefix("#").strip("/").split("/"):
         value = value.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
     return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -66,3 +66,36 @@ def test_tools_have_names_and_arguments():
 
 def test_json_has_no_lone_surrogates():
     assert dumped({"a": "é\ud800"}) == '{"a": "é"}'
+
+
+def test_strings_that_a_schema_allows():
+    color, other = {"$ref": "#/$defs/color"}, {"enum": ["red", "blue", 5, None]}
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"const": "red"}]}
+    parameters = {"$defs": {"color": {"enum": ["red", "green"]}, "loop": loop}}
+    tools = Tools([{"function": {"name": "f", "parameters": parameters}}])
+    for schema, texts in (
+        ({}, None),
+        (True, None),
+        ({"type": "string"}, None),
+        ({"type": ["integer", "null"]}, []),
+        ({"type": ["string", "null"]}, None),
+        (color, ["red", "green"]),
+        ({**color, "enum": ["green"]}, ["green"]),
+        (other, ["red", "blue"]),
+        ({"const": "red"}, ["red"]),
+        ({"const": 5}, []),
+        ({"allOf": [color, other]}, ["red"]),
+        ({"anyOf": [color, other, {"type": "null"}]}, ["red", "green", "blue"]),
+        ({"oneOf": [color, {"type": "string"}]}, None),
+        ({"anyOf": []}, None),
+        (loop, None),
+        ({"$ref": "#/$defs/missing"}, None),
+    ):
+        assert tools.texts("f", schema) == texts, schema
+
+
+def test_a_string_that_a_schema_names_is_one():
+    properties = {"k": {"enum": ["1", 2, 1.5]}, "r": {"allOf": [{"type": ["integer", "null"]}, {"type": "integer"}]}}
+    tools = Tools([{"function": {"name": "f", "parameters": {"properties": properties}}}])
+    assert [tools.typed("f", "k", text) for text in ("1", "2", "1.5", "x")] == ['"1"', "2", "1.5", '"x"']
+    assert tools.types("f", "r") == {"integer"}
