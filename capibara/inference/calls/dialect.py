@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -14,9 +13,11 @@ from capibara.data.chat.formats import Conversation
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.calls.forms import table
 from capibara.inference.calls.forms.form import Form
+from capibara.inference.calls.forms.rules import check_name
 from capibara.inference.calls.parsing.tools import Tools
 from capibara.inference.calls.reader import Reader
 from capibara.inference.calls.reasoning import ReasoningIn, Tags, tags_of
+from capibara.inference.grammars.lark import quoted
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.grammar import Grammar
 
@@ -89,16 +90,14 @@ class Dialect:
             raise UserError("the form of the model's calls is not known: leave tool_choice out, or set it to 'auto'")
         known = Tools(tools)
         known.parameters = {name: known.parameters[name] for name in known.parameters if name in names}
+        for name in known.parameters:
+            check_name(name, "the name", name, *self.form.begins, *self.form.tokens)
         return Grammar(lark="\n".join(["start: calls", *self.form.rules(known, self._mark, parallel)]))
 
     def _mark(self, text: str) -> str:
         special = "|".join(re.escape(name) for name in sorted(self.ids, key=len, reverse=True))
         parts = re.split(f"({special})", text) if special else [text]
-        written = [
-            f"<[{self.ids[part]}]>" if part in self.ids else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
-        ]
+        written = [f"<[{self.ids[part]}]>" if part in self.ids else quoted(part) for part in parts if part]
         return " ".join(written)
 
 

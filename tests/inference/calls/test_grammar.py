@@ -175,6 +175,144 @@ def test_any_text_comes_to_an_end_and_another_argument_follows(form, tokens, req
         }, text
 
 
+class Uniform:
+    """Draws all tokens alike."""
+
+    def __init__(self, seed):
+        self.choice = np.random.default_rng(seed).choice
+
+    def random(self):
+        return 0.95
+
+
+def dialect_in(vocabulary, form):
+    return Dialect(
+        form, None, {name: token for token in range(vocabulary.size) if (name := vocabulary.spelling(token))}
+    )
+
+
+def arguments_of(vocabulary, form, schema, draw, parallel=False):
+    """The argument of each call in a random text."""
+    parameters = {"type": "object", "properties": {"k": schema}, "required": ["k"], "$defs": DEFINITIONS}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    dialect = dialect_in(vocabulary, form)
+    text = spoken(vocabulary, dialect, dialect.grammar(tools, ["f"], parallel), draw)
+    content, _, calls = turns.in_whole(turns.read(dialect, text, False, "whole", tools=tools)[0])
+    assert not content and calls, text
+    return [json.loads(arguments)["k"] for _, arguments in calls]
+
+
+DEFINITIONS = {"color": {"type": "string", "enum": ["red", "dark red"]}}
+COLOR = {"$ref": "#/$defs/color"}
+CHOICES = [
+    (COLOR, ["red", "dark red"]),
+    ({"anyOf": [COLOR, {"type": "null"}]}, ["red", "dark red", None]),
+    ({"allOf": [COLOR, {"enum": ["red", "blue"]}]}, ["red"]),
+    ({"const": "red"}, ["red"]),
+    ({"type": ["string", "integer"], "enum": ["1", "b", 2]}, ["1", "b", 2]),
+    ({"enum": ["", "a", "a<"]}, ["", "a", "a<"]),
+    ({"enum": ["\x7f", 'q"\\', "\u2028\n"]}, ["\x7f", 'q"\\', "\u2028\n"]),
+]
+
+
+@pytest.mark.parametrize("tokens", ["vocabulary", "of_bytes"])
+@pytest.mark.parametrize("form", table.FORMS, ids=lambda form: form.name)
+def test_a_text_is_one_that_its_schema_names(form, tokens, request):
+    vocabulary = request.getfixturevalue(tokens)
+    for seed, (schema, choices) in enumerate(CHOICES):
+        assert arguments_of(vocabulary, form, schema, Uniform(seed))[0] in choices
+
+
+@pytest.mark.parametrize("form", table.FORMS, ids=lambda form: form.name)
+def test_a_choice_that_another_begins_with_can_be_written(of_bytes, form):
+    draw = Uniform(0)
+    assert {arguments_of(of_bytes, form, {"enum": ["a", "a<"]}, draw)[0] for _ in range(10)} == {"a", "a<"}
+
+
+@pytest.mark.parametrize("tokens", ["vocabulary", "of_bytes"])
+@pytest.mark.parametrize("form", table.FORMS, ids=lambda form: form.name)
+def test_several_calls_may_follow_each_other(form, tokens, request):
+    vocabulary, draw = request.getfixturevalue(tokens), Uniform(0)
+    assert any(len(arguments_of(vocabulary, form, {"type": "boolean"}, draw, True)) > 1 for _ in range(16))
+
+
+def accepts(vocabulary, form, text, schema):
+    """Whether a text keeps to a grammar."""
+    parameters = {"type": "object", "properties": {"k": schema}, "required": ["k"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    matcher = Grammars(vocabulary).matcher(dialect_in(vocabulary, form).grammar(tools, ["f"], False))
+    row = np.zeros(-(-vocabulary.size // 32), np.uint32)
+    for token in vocabulary.encode(text):
+        matcher.allow(row, frozenset({vocabulary.eos_id}))
+        if not row[token // 32] >> (token % 32) & 1:
+            return False
+        matcher.accept(token)
+    return matcher.complete
+
+
+def form_of(name):
+    (form,) = [form for form in table.FORMS if form.name == name]
+    return form
+
+
+def test_a_forced_text_of_minicpm_5_may_be_quoted_and_its_quotes_are_closed(of_bytes):
+    form, call = form_of("minicpm 5"), '<function name="f"><param name="k">{}</param></function>'
+    for value, allowed in (
+        ("<![CDATA[a </param></function> <b>]]>", True),
+        ("<![CDATA[]]>", True),
+        ("<![CDATA [a", True),
+        ("a <![CDATA[", True),
+        ("<![CDATA[a", False),
+        ("<![CDATA[a]]> b", False),
+    ):
+        assert accepts(of_bytes, form, call.format(value), {"type": "string"}) is allowed, value
+
+
+NAMES = [
+    ("qwen xml", "a>b", "a>b"),
+    ("k2 horizon", "a\nb", "a</ifm|arg_key>"),
+    ("kimi k3", "a<|sep|>", "a<|sep|>"),
+    ("gemma 4", "a{b", "a:b"),
+    ("lfm2", "a(b", "a=b"),
+    ("mistral", "a{b", None),
+    ("functionary", "a>b", None),
+    ("harmony", "a b", None),
+    ("hermes", " a", None),
+    ("hermes", "a" * 300, None),
+    ("hermes", "", None),
+]
+
+
+@pytest.mark.parametrize(("form", "name", "key"), NAMES)
+def test_a_name_that_would_be_read_otherwise_is_refused(form, name, key):
+    parameters = {"type": "object", "properties": {} if key is None else {key: {"type": "boolean"}}}
+    cases = [(name, {"type": "object"}, "the name")] + ([] if key is None else [("f", parameters, "the argument")])
+    for tool, schema, what in cases:
+        tools = [{"type": "function", "function": {"name": tool, "parameters": schema}}]
+        with pytest.raises(UserError, match=f"{what} .*, which the model's calls cannot write"):
+            Dialect(form_of(form)).grammar(tools, [tool], True)
+
+
+@pytest.mark.parametrize(
+    ("form", "schema", "message"),
+    [
+        ("kimi k3", {"type": "text"}, "of type text, must be a type of JSON Schema"),
+        ("qwen xml", {"type": "string", "enum": []}, "which no string matches"),
+        ("minimax m3", {"type": "string", "enum": [1]}, "which no string matches"),
+        ("gemma 4", {"type": "string", "const": 1}, "which no string matches"),
+    ],
+)
+def test_a_schema_that_no_argument_matches_is_refused(form, schema, message):
+    parameters = {"type": "object", "properties": {"k": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(UserError, match=message):
+        Dialect(form_of(form)).grammar(tools, ["f"], True)
+
+
+def test_half_of_a_surrogate_pair_is_left_out_of_a_grammar(of_bytes):
+    assert arguments_of(of_bytes, form_of("qwen xml"), {"enum": ["\ud800a"]}, Uniform(0)) == ["a"]
+
+
 def test_an_unknown_form_is_refused():
     with pytest.raises(UserError, match="form of the model's calls is not known: leave tool_choice out"):
         Dialect().grammar(TOOLS, ["look"], True)

@@ -153,6 +153,7 @@ def ifm(key, kind, value):
         ("look\n" + ifm("n", "integer", "1"), {"n": 1}),
         ("look\n" + ifm("either", "string", "1") + ifm("free", None, "x"), {"either": "1", "free": "x"}),
         ("look\n" + ifm("either", "integer", "1"), {"either": 1}),
+        ("look\n" + ifm("free", "string", "1") + ifm("n", "string", "1"), {"free": "1", "n": 1}),
         ("look\n" + ifm("n", "string", "2"), {"n": 2}),  # its schema has no strings
         ("look", {}),
         ('{"name": "look", "arguments": {"n": 1}}', {"n": 1}),

@@ -17,7 +17,7 @@ from typing import Any
 from capibara.core.fields import short
 from capibara.core.types import UserError
 from capibara.inference.calls.forms.form import Form, Marks, read_each
-from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
+from capibara.inference.calls.forms.rules import Texts, json_of, json_of_types, rules_of_any, strings
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
 
@@ -134,7 +134,7 @@ class _Arguments:
             for kind, empty in (("array", []), ("object", {}), ("null", None)):
                 if kind in types:
                     return empty
-        return json.loads(self._tools.typed_by(types, content))
+        return json.loads(self._tools.typed_as(self._name, schema, content))
 
     def joined(self, children: list[tuple[str, Any]], schema: Any) -> Any:
         """The list or object of elements in an element; those of the same name are a list."""
@@ -148,12 +148,12 @@ class _Arguments:
 
 def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     """Rules of a grammar: the arguments in the order of the schema, those that are required first."""
-    yield from rules_of_any(tools, parallel, begin=marks(f"{_BEGIN}\n"), between=marks("\n"), end=marks(f"\n{_END}"))
+    yield from rules_of_any(tools, parallel, begin=marks(f"{_BEGIN}\n"), end=marks(_END))
     texts = Texts(_MARK, marks)
     for number, name in enumerate(tools.parameters):
         elements = _Elements(tools, name, texts, f"object_{number}")
         body = elements.of_properties(tools.parameters[name], 1)
-        yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {marks(_CALL_END)}"
+        yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {marks(f'{_CALL_END}{chr(10)}')}"
         yield from elements.rules
     yield from texts.rules
 
@@ -183,11 +183,17 @@ class _Elements:
                 "with / or have < or >"
             )
         begin, end = self._texts.marks(f"{_OPEN}{key}>"), f"{_CLOSE}{key}>"
-        content = self._content(schema, depth)
-        return f"{begin} {self._texts.before(end) if content is None else f'{content} {self._texts.marks(end)}'}"
+        if (content := self._content(schema, depth)) is not None:
+            return f"{begin} {content} {self._texts.marks(end)}"
+        if (choices := strings(self._tools, self._name, schema)) is None:
+            return f"{begin} {self._texts.before(end)}"
+        value = self._texts.one_of(choices, end)
+        if others := self._tools.types_of(self._name, schema) - {"string"}:
+            value = f"({value} | {json_of_types(self._tools, self._name, schema, others)} {self._texts.marks(end)})"
+        return f"{begin} {value}"
 
     def _content(self, schema: Any, depth: int) -> str | None:
-        """What is between the tags of an element; None: any text."""
+        """What is between the tags of an element; None: a text."""
         types = self._tools.types_of(self._name, schema)
         resolved = self._tools.resolved(self._name, schema)
         if types == {"array"} and depth < _DEEPEST:
@@ -200,9 +206,6 @@ class _Elements:
             return self._object(resolved, depth)
         if types and "string" not in types:
             return json_of(self._tools.standalone(self._name, resolved))
-        choices = resolved.get("enum")
-        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
-            return f"({' | '.join(map(dumped, choices))})"
         return None
 
     def _object(self, schema: dict[str, Any], depth: int) -> str:

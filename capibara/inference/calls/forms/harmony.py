@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 from capibara.inference.calls.forms.form import Form, Marks, read_arguments
-from capibara.inference.calls.forms.rules import rules_of_calls
+from capibara.inference.calls.forms.rules import check_name, rules_of_calls
 from capibara.inference.calls.parsing.text import Content, Malformed, Reasoning, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools
 
@@ -60,6 +60,7 @@ def _read_message(text: Text, tools: Tools, header: str) -> Steps[None]:
 
 def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     def call(name: str, arguments: str) -> str:
+        check_name(name, "the name", name, " ", "<")
         head = f"{_CHANNEL}commentary to=functions.{name} {_CONSTRAIN}json{_MESSAGE}"
         return f"{marks(head)} {arguments}"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from capibara.inference.calls.forms.form import Form, Marks
 from capibara.inference.calls.forms.json_objects import Objects
-from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
+from capibara.inference.calls.forms.rules import Texts, check_name, json_of, rules_of_any, strings
 from capibara.inference.calls.parsing import literals
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
@@ -63,22 +63,25 @@ class Brackets:
 
     def rules(self, tools: Tools, marks: Marks, head: str = "", tail: str = "") -> Iterator[str]:
         """Rules of a call of each tool, and what they need."""
+        texts = Texts(self.quote, marks)
         if self.quote:
-            yield from _quoted_rules(self.quote, marks)
+            yield from _quoted_rules(self.quote, texts)
         for number, (name, schema) in enumerate(tools.parameters.items()):
+            check_name(name, "the name", name, self.open)
             definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
             names, needed = [], []
             for place, (key, value, required) in enumerate(tools.arguments(name)):
+                check_name(name, "the argument", key, self.equals)
                 rule = f"argument_{number}_{place}"
                 value = {**value, **definitions} if isinstance(value, dict) else value
-                yield f"{rule}: {marks(key + self.equals)} {self._value_rule(tools, name, key, value, marks(self.quote))}"
+                yield f"{rule}: {marks(key + self.equals)} {self._value_rule(tools, name, key, value, texts)}"
                 names.append(rule)
                 needed.append(required)
             body = _sequence(names, sum(needed), marks(self.separator))
             yield f"call_{number}: {marks(head + name + self.open)} {body} {marks(self.close + tail)}"
 
-    def _value_rule(self, tools: Tools, name: str, key: str, schema: object, mark: str) -> str:
-        types = tools.types(name, key)
+    def _value_rule(self, tools: Tools, name: str, key: str, schema: object, texts: Texts) -> str:
+        types, mark = tools.types(name, key), texts.marks(self.quote)
         if not self.has_types and types and "string" not in types:
             return f"{mark} {json_of(schema)} {mark}"
         if not self.quote:
@@ -88,9 +91,8 @@ class Brackets:
         if types & {"array", "object"} or not types:
             return "quoted_value"
         if "string" in types:
-            choices = schema.get("enum") if isinstance(schema, dict) else None
-            texts = [choice for choice in choices or () if isinstance(choice, str) and choice]
-            return f"{mark} ({' | '.join(map(dumped, texts))}) {mark}" if texts else "quoted_text"
+            choices = strings(tools, name, schema)
+            return "quoted_text" if choices is None else f"{mark} {texts.one_of(choices, self.quote)}"
         return json_of(schema)
 
 
@@ -105,10 +107,8 @@ def _sequence(names: list[str], required: int, separator: str) -> str:
     return f"({' | '.join(starts)})?"
 
 
-def _quoted_rules(quote: str, marks: Marks) -> Iterator[str]:
-    mark = marks(quote)
-    texts = Texts(quote, marks)
-    yield f"quoted_text: {mark} {texts.before(quote)}"
+def _quoted_rules(quote: str, texts: Texts) -> Iterator[str]:
+    yield f"quoted_text: {texts.marks(quote)} {texts.before(quote)}"
     yield from texts.rules
     yield "quoted_value: quoted_text | NUMBER | WORD | quoted_list | quoted_object"
     yield 'quoted_list: "[" (quoted_value ("," quoted_value)*)? "]"'

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from capibara.inference.calls.forms.form import Form, Marks, read_arguments, read_each
 from capibara.inference.calls.forms.json_objects import Objects
-from capibara.inference.calls.forms.rules import rules_of_calls
+from capibara.inference.calls.forms.rules import check_name, rules_of_calls
 from capibara.inference.calls.parsing.text import Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools
 
@@ -32,6 +32,7 @@ def _read_mistral(text: Text, tools: Tools, marker: str) -> Steps[None]:
 
 def _mistral_rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     def call(name: str, arguments: str) -> str:
+        check_name(name, "the name", name, "{")
         return f"{marks(_MISTRAL + name + _ARGS)} {arguments}"
 
     yield from rules_of_calls(tools, call, parallel)
@@ -144,6 +145,7 @@ def _read_functionary(text: Text, tools: Tools, _: str) -> Steps[None]:
 
 def _functionary_rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     def call(name: str, arguments: str) -> str:
+        check_name(name, "the name", name, ">")
         return f"{marks(f'<function={name}>')} {arguments} {marks('</function>')}"
 
     yield from rules_of_calls(tools, call, parallel)

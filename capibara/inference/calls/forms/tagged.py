@@ -8,9 +8,10 @@ from typing import Any
 
 from capibara.inference.calls.forms.form import Evidence, Form, Marks, read_each
 from capibara.inference.calls.forms.json_objects import Objects
-from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
+from capibara.inference.calls.forms.rules import Texts, check_name, json_of, json_of_types, rules_of_any, strings
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
+from capibara.inference.grammars.lark import quoted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,8 @@ class CallTags:
                 break
             key = yield from text.head(*self.key_ends)
             is_text = self.key_ends[(yield from text.take(*self.key_ends))]
-            if (yield from self._read_type(text)) == "string" and "string" in tools.types(name, key):
+            kind, types = (yield from self._read_type(text)), tools.types(name, key)
+            if kind == "string" and (not types or "string" in types):
                 is_text = True
             if self.value:
                 yield from text.spaces()
@@ -156,34 +158,37 @@ class CallTags:
         else:
             begin = self.begin + (line + self.call if self.call else "")
             yield from rules_of_any(tools, parallel, between=marks(line))
-        texts = Texts(self.value_end, marks)
+        texts, raw_texts = Texts(self.value_end, marks, self.raw[0]), Texts(self.raw[1], marks, name="raw")
         for number, name in enumerate(tools.parameters):
             arguments = []
             for place, (key, value, required) in enumerate(tools.arguments(name)):
                 rule = f"value_{number}_{place}"
-                yield f"{rule}: {self._value_rule(tools, name, key, value, texts)}"
+                yield f"{rule}: {self._value_rule(tools, name, key, value, texts, raw_texts)}"
                 arguments.append(f"({self._head(key, tools, name, marks)} {rule}){'' if required else '?'}")
             head = f"{begin}{name}{self.name_end}"
             after = marks(line + self.call_end + end)
             yield f"call_{number}: {marks(head)} {' '.join(arguments)} {after}"
 
-        yield from texts.rules
+        yield from (*texts.rules, *raw_texts.rules)
 
     def _head(self, key: str, tools: Tools, name: str, marks: Marks) -> str:
         is_text = tools.types(name, key) in ({"string"}, set())
+        check_name(name, "the argument", key, *self.key_ends)
         key_end = next(end for end, kind in self.key_ends.items() if kind in (None, is_text))
         value = self.layout + self.value if self.value else ""
         return marks(f"{self.layout}{self.key}{key}{key_end}{value}{self.padding}")
 
-    def _value_rule(self, tools: Tools, name: str, key: str, value: Any, texts: Texts) -> str:
+    def _value_rule(self, tools: Tools, name: str, key: str, value: Any, texts: Texts, raw_texts: Texts) -> str:
         """A value with its end; a text may have the padding before its end, or not."""
         types, end = tools.types(name, key), texts.marks(self.padding + self.value_end)
         if types and "string" not in types:
             return f"{json_of(tools.standalone(name, value))} {end}"
-        choices = value.get("enum") if isinstance(value, dict) else None
-        if isinstance(choices, list) and choices and all(isinstance(choice, str) and choice for choice in choices):
-            return f"({' | '.join(map(dumped, choices))}) {end}"
-        return texts.before(self.value_end)
+        if (choices := strings(tools, name, value)) is None:
+            rule, (raw, raw_end) = texts.before(self.value_end), self.raw
+            return f"{rule} | {quoted(raw)} {raw_texts.before(raw_end)} {end}" if raw else rule
+        rule = texts.one_of(choices, self.padding + self.value_end)
+        others = types - {"string"}
+        return f"{rule} | {json_of_types(tools, name, value, others)} {end}" if others else rule
 
 
 _QWEN = CallTags(

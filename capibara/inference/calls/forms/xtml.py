@@ -14,8 +14,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from capibara.core.fields import short
+from capibara.core.types import UserError
 from capibara.inference.calls.forms.form import Form, Marks, read_each
-from capibara.inference.calls.forms.rules import Texts, json_of, rules_of_any
+from capibara.inference.calls.forms.rules import Texts, check_name, json_of, json_of_types, rules_of_any, strings
 from capibara.inference.calls.parsing.text import Arguments, Call, CallEnd, Malformed, Steps, Text
 from capibara.inference.calls.parsing.tools import Tools, dumped
 
@@ -119,26 +121,22 @@ def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
 def _choices(tools: Tools, name: str, key: str, schema: Any, texts: Texts) -> Iterator[str]:
     """An argument in each type that its schema allows."""
     types = {"number" if kind == "integer" else kind for kind in tools.types(name, key)} or {"string"}
+    if unknown := types - {*_TYPES}:
+        raise UserError(
+            f"tool {short(name)} has the argument {short(key)} of type {min(unknown)}, must be a type of JSON Schema: correct it"
+        )
+    check_name(name, "the argument", key, _SEPARATOR)
     for kind in filter(types.__contains__, _TYPES):
-        before, end = (
-            texts.marks(f'{_ARGUMENT}key="{_escaped(key)}" type="{kind}"{_SEPARATOR}'),
-            texts.marks(_ARGUMENT_END),
-        )
-        if kind != "string":
-            yield f"{before} ({_json_rule(tools, name, schema, kind, len(types) > 1)}) {end}"
-            continue
-        choices = schema.get("enum") if isinstance(schema, dict) else None
-        words = (
-            [choice for choice in choices if isinstance(choice, str) and choice] if isinstance(choices, list) else []
-        )
-        value = f"({' | '.join(map(dumped, words))}) {end}" if words else texts.before(_ARGUMENT_END)
-        yield f"{before} {value}"
-
-
-def _json_rule(tools: Tools, name: str, schema: Any, kind: str, is_one_of_several: bool) -> str:
-    if is_one_of_several:
-        schema = {"allOf": [schema, {"type": ["integer", "number"] if kind == "number" else kind}]}
-    return json_of(tools.standalone(name, schema))
+        before = texts.marks(f'{_ARGUMENT}key="{_escaped(key)}" type="{kind}"{_SEPARATOR}')
+        if kind == "string":
+            choices = strings(tools, name, schema)
+            yield f"{before} {texts.before(_ARGUMENT_END) if choices is None else texts.one_of(choices, _ARGUMENT_END)}"
+        else:
+            kinds = {"integer", "number"} if kind == "number" else {kind}
+            value = (
+                json_of_types(tools, name, schema, kinds) if types - kinds else json_of(tools.standalone(name, schema))
+            )
+            yield f"{before} ({value}) {texts.marks(_ARGUMENT_END)}"
 
 
 FORMS = (
