@@ -76,6 +76,7 @@ def xtml(*inside, name="look"):
         (argument("free", "object", '{"a": [1, "<|sep|>"]}'), {"free": {"a": [1, "<|sep|>"]}}),
         (argument("free", "array", "[]") + "\n" + argument("n", "number", " 1 "), {"free": [], "n": 1}),
         (argument("a &quot;b&quot; &amp; c", "string", '"&amp;" <'), {'a "b" & c': '"&amp;" <'}),
+        (argument("a &quot;b&quot; &amp; c", "number", "7"), {'a "b" & c': 7}),  # as it is written
         (argument("n", None, "3") + argument("either", None, "x"), {"n": 3, "either": "x"}),
         (opened('json type="object"') + '{"n": 1, "free": "<|open|>"}' + closed("json"), {"n": 1, "free": "<|open|>"}),
     ],
@@ -179,8 +180,9 @@ def test_k2_horizon_writes_tags_or_objects(inside, arguments):
 def test_minicpm_5_may_quote_a_value(value, arguments):
     body = f'<function name="look"><param name="free">{value}</param></function>'
     assert read("minicpm 5", body) == ("", [("look", arguments)])
-    open_ended = '<function name="look"><param name="free"><![CDATA[a</param></function>'
-    assert read("minicpm 5", open_ended) == (open_ended, [])
+    for open_ended in ("<![CDATA[a</param>", "<![CDATA[a]]>", "<![CDATA[a]]> b</param>"):
+        body = f'<function name="look"><param name="free">{open_ended}</function>'
+        assert read("minicpm 5", body) == (body, [])
 
 
 def test_each_argument_is_written_in_a_type_that_its_schema_allows():
