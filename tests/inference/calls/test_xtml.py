@@ -197,3 +197,18 @@ def test_each_argument_is_written_in_a_type_that_its_schema_allows():
     ]
     (quoted,) = [rule for rule in rules if rule.startswith("value_0_2:")]
     assert "a &quot;b&quot; &amp; c" in quoted
+
+
+def test_a_call_after_a_name_that_is_too_long_is_read_however_the_text_arrives():
+    begin, end = "<ifm|tool_call>look\n" + ifm("n", None, "1"), "</ifm|tool_call>"
+    content, calls = read("k2 horizon", f"{begin}<ifm|arg_key>{'9' * 5000}\n{begin}{end}")
+    assert content.startswith("<ifm|tool_call>look") and calls == [("look", {"n": 1})]
+
+
+def test_the_arguments_of_plamo_3_have_their_marks():
+    begin, end = "<|plamo:begin_{}:plamo|>".format, "<|plamo:end_{}:plamo|>".format
+    head = begin("tool_requests") + begin("tool_request") + begin("tool_name") + "look" + end("tool_name")
+    marks = begin("tool_arguments") + "<|plamo:constrain|>json<|plamo:msg|>"
+    tail = end("tool_arguments") + end("tool_request") + end("tool_requests")
+    assert read("plamo 3", head + marks + '{"n": 1}' + tail) == ("", [("look", {"n": 1})])
+    assert read("plamo 3", head + '{"n": 1}' + tail)[1] == []

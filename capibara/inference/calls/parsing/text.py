@@ -209,6 +209,7 @@ class Text:
             places = [place for stop in stops if (place := self._text.find(stop, scanned)) >= 0]
             self.at = min(places, default=len(self._text))
             if most is not None and self.at - start > most + size:
+                self.at = start + most + size + 1  # the same however the text arrives: another call may follow
                 raise Malformed
             if places:
                 return self.part(start)
