@@ -30,6 +30,14 @@ def test_a_call_returns_the_nearest_chunks():
     assert environment.begin({}).step([{"role": "assistant", "content": "done"}]) == []
 
 
+def test_a_result_is_cut_where_the_options_say():
+    for result_chars in (5, 3000):
+        environment = Search(index="data/docs", k=1, result_chars=result_chars)
+        environment = environment.of_index(types.SimpleNamespace(search=hits))
+        (message,) = environment.begin({}).step(call("search", '{"query": "' + "x" * 4000 + '"}'))
+        assert len(message["content"]) == result_chars
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
