@@ -150,10 +150,12 @@ def _rules(tools: Tools, marks: Marks, parallel: bool) -> Iterator[str]:
     """Rules of a grammar: the arguments in the order of the schema, those that are required first."""
     yield from rules_of_any(tools, parallel, begin=marks(f"{_BEGIN}\n"), end=marks(_END))
     texts = Texts(_MARK, marks)
+    # A line break between calls would be the beginning of the lexeme that ends them, which is then all that can follow.
+    call_end = marks(f"{_CALL_END}\n")
     for number, name in enumerate(tools.parameters):
         elements = _Elements(tools, name, texts, f"object_{number}")
         body = elements.of_properties(tools.parameters[name], 1)
-        yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {marks(f'{_CALL_END}{chr(10)}')}"
+        yield f"call_{number}: {marks(f'{_CALL}{name}{_NAME_END}')} {body} {call_end}"
         yield from elements.rules
     yield from texts.rules
 
