@@ -80,23 +80,7 @@ class RewardedLoss(RolloutLoss):
             raise UserError(
                 f"{name}.missing_end_penalty is {self.missing_end_penalty}, must be above 0, or None: try 1.0"
             )
-        self._check_sampling(name)
-
-    def _check_sampling(self, name: str) -> None:
-        if not 0 < self.sampling.temperature < float("inf"):
-            raise UserError(
-                f"{name}'s Sampling.temperature is {self.sampling.temperature}, must be finite and above 0 (at 0 a group has "
-                "one answer): try 1.0"
-            )
-        if self.sampling.beams is not None or self.sampling.num_decodes > 1:
-            field = "num_decodes" if self.sampling.beams is None else "beams"
-            raise UserError(f"{name}'s Sampling.{field} is set, but it trains on all sampled answers: leave it out")
-        for field, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
-            if (value := getattr(self.sampling, field)) != nothing:
-                raise UserError(
-                    f"{name}'s Sampling.{field} is {value}, but answers must be sampled from all tokens, or some are never "
-                    "trained: leave it out, and lower Sampling.temperature instead"
-                )
+        _check_sampling(name, self.sampling)
 
     @property
     def later(self) -> tuple[Callable[..., Any], ...]:
@@ -234,3 +218,21 @@ class RewardedLoss(RolloutLoss):
         del rewards_PG
         answers = [answer for group in groups for answer in group]
         return answer_rows(answers, dataset, self.mask_truncated, self.conversations)
+
+
+def _check_sampling(name: str, sampling: Sampling) -> None:
+    """Raises UserError if answers would not be drawn from all tokens by chance."""
+    if not 0 < sampling.temperature < float("inf"):
+        raise UserError(
+            f"{name}'s Sampling.temperature is {sampling.temperature}, must be finite and above 0 (at 0 a group has "
+            "one answer): try 1.0"
+        )
+    if sampling.beams is not None or sampling.num_decodes > 1:
+        field = "num_decodes" if sampling.beams is None else "beams"
+        raise UserError(f"{name}'s Sampling.{field} is set, but it trains on all sampled answers: leave it out")
+    for field, nothing in (("top_k", None), ("top_p", None), ("min_p", None), ("repetition_penalty", 1.0)):
+        if (value := getattr(sampling, field)) != nothing:
+            raise UserError(
+                f"{name}'s Sampling.{field} is {value}, but answers must be sampled from all tokens, or some are never "
+                "trained: leave it out, and lower Sampling.temperature instead"
+            )
