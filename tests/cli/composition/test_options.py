@@ -325,7 +325,7 @@ ALONE = {
     "Grpo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated kl mini_batches updates engine where rollout_devices surrogate "
     "level token_weights baseline scale normalize_each resample importance_cap importance_floor off_policy_limit environment memory max_chunks",
     "Ppo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated kl mini_batches updates engine where rollout_devices clip "
-    "value_clip value_weight gamma gae_lambda whiten_rewards kl_target importance_cap",
+    "value_clip value_weight gamma gae_lambda whiten_rewards kl_target importance_cap environment",
     "OnlineDpo": "rewards reward_weights group sampling overlong_tokens missing_end_penalty mask_truncated mini_batches updates engine "
     "where rollout_devices preference resample",
     "Vespo": "power_positive decay_positive power_negative decay_negative",
