@@ -44,8 +44,8 @@ class Rollout(NamedTuple):
     """How an engine on `rollout_devices` draws the answers of a rollout; an axis of its mesh that is None is not set.
 
     Attributes:
-      prompts, answers: their numbers in a rollout.
-      prompt_tokens, answer_tokens: most tokens of each.
+      answers: of a rollout.
+      prompt_tokens, answer_tokens: most tokens of a prompt and of an answer.
       steps: train steps on the answers.
       in_turn: whether drawing and training wait for each other, since no answer may be stale.
       slots, cache_dtype, prefill_tokens: of the engine; "compute" is the dtype of the model's products.
@@ -53,7 +53,6 @@ class Rollout(NamedTuple):
       tensor, data: mesh axes.
     """
 
-    prompts: int
     answers: int
     prompt_tokens: int
     answer_tokens: int

@@ -154,7 +154,7 @@ class RewardedLoss(RolloutLoss):
     def rollout(self, dataset: Dataset, batch_size: int) -> Rollout | None:
         prompts = batch_size // self.rows_of_a_prompt * self.mini_batches
         answers, new_tokens = prompts * self.group * self.conversations, self.sampling.max_new_tokens
-        return self.drawn(prompts, answers, self.prompt_length(dataset), new_tokens) if self.rollout_devices else None
+        return self.drawn(answers, self.prompt_length(dataset), new_tokens) if self.rollout_devices else None
 
     def batch_spec(self, dataset: Dataset, rows: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         spec = {key: value for key, value in dataset.batch_spec(rows).items() if key != "numbers"}

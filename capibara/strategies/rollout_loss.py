@@ -118,10 +118,9 @@ class RolloutLoss(Loss):
             )
         return count - devices
 
-    def drawn(self, prompts: int, answers: int, prompt_tokens: int, answer_tokens: int) -> Rollout:
-        """A rollout of so many prompts and answers, of at most so many tokens each, on `rollout_devices`."""
+    def drawn(self, answers: int, prompt_tokens: int, answer_tokens: int) -> Rollout:
+        """A rollout of so many answers on `rollout_devices`, with the most tokens of a prompt and of an answer."""
         return Rollout(
-            prompts=prompts,
             answers=answers,
             prompt_tokens=prompt_tokens,
             answer_tokens=answer_tokens,

@@ -71,10 +71,7 @@ def test_documents_are_read_with_a_memory(build):
     apart = build("prompts", "memory", "REWARDS=(@exact_answer,)", "MAX_CHUNKS=3", "Grpo.rollout_devices=4")
     rollout = apart.loss.rollout(apart.dataset, 2 * 8 * 4)
     prompts = 2 * apart.loss.mini_batches
-    assert (rollout.prompts, rollout.answers) == (
-        prompts,
-        prompts * 8 * 4,
-    )  # a conversation of each chunk, and the answer's
+    assert rollout.answers == prompts * 8 * 4  # a conversation of each chunk, and the answer's
     with pytest.raises(UserError, match="MemoryAgent.update must have each of"):
         build("prompts", "memory", "REWARDS=(@exact_answer,)", "MemoryAgent.update='{chunk}'")
 
