@@ -120,7 +120,7 @@ def explained(error: BaseException) -> UserError | None:
       None: it is no error of the user's code, or one that capibara itself raised on purpose.
     """
     is_internal = type(error).__module__.partition(".")[0] == "capibara" or type(error).__name__ in _OF_THE_DEVICES
-    if is_internal or not isinstance(error, (Exception, SystemExit)):
+    if is_internal or isinstance(error, KeyboardInterrupt):
         return None
     if (where := _raised_in(error) or _called(error)) is None:
         return None

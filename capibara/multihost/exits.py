@@ -57,7 +57,7 @@ def run_verb(main: Callable[[Sequence[str] | None], int | None], argv: Sequence[
     except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
         return EXIT_BROKEN_PIPE
-    except Exception as error:
+    except BaseException as error:  # asyncio.CancelledError is no Exception, and the other processes wait all the same
         sys.stdout.flush()
         known = _expected(error)
         if known is None and (fault := peers.peer_fault()) is not None:

@@ -57,6 +57,15 @@ def test_they_do_not_end_a_verb_silently(load, ends):
         exits.run_verb(lambda argv: sys.exit(0), [])
 
 
+def test_what_is_no_exception_ends_all_processes_with_a_line(load, ends, monkeypatch):
+    reports = []
+    monkeypatch.setattr(exits, "_leaving_peers", lambda code, message: reports.append(message) or code)
+    mine = load("cancelled", "import asyncio\ndef tool():\n    raise asyncio.CancelledError('late')\n")
+    code, line = ends(mine.tool)
+    assert code == 2 and line.startswith("error: cancelled.py:3, tool: CancelledError: late: ")
+    assert [f"error: {message}\n" for message in reports] == [line]
+
+
 def test_nor_when_they_are_imported(tmp_path, ends):
     (tmp_path / "a_script.py").write_text("import sys\n\nsys.exit(0)\n")
     (tmp_path / "of_a_script.gin").write_text("import a_script\n")
