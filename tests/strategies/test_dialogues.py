@@ -113,11 +113,13 @@ def test_the_tokens_are_those_of_the_rendered_dialogue(hold, chat):
     ]
 
 
-def test_turns_and_tokens_are_bounded(hold):
+def test_turns_and_tokens_are_bounded(hold, chat):
     dialogue, asked = hold("ab", "c", "d", environment=Echo(turns=2))
     assert len(asked) == 2 and dialogue.is_own[-1] and dialogue.messages[-1]["content"] == "c"
     dialogue, asked = hold("ab", "c", most=8)  # what the environment says has no room
     assert len(asked) == 1 and all(dialogue.is_own) and dialogue.truncated
+    room = len(chat.ids_of("ab<|end|><|turn|>u:AB<|end|><|turn|>a:"))  # without a token for the model's next message
+    assert [len(hold("ab", "stop", most=room + more)[1]) for more in (0, 1)] == [1, 2]
     dialogue, asked = hold("ab", "c", ended=False)
     assert len(asked) == 1 and dialogue.truncated
 
