@@ -159,9 +159,11 @@ def search(run: Run, slice_: Slice, work: Workload, question: Question, words: M
       words: as for `ranking.no_plan`.
 
     Raises:
-      UserError: nothing fits, or the slice cannot be divided so.
+      UserError: nothing fits, the slice cannot be divided so, or the batch has a part of a prompt's answers.
     """
     loss = run.loss
+    if loss is not None:
+        _check_batch(loss, question.batch_size)
     if loss is None or not loss.rollout_devices:
         return Layout(slice_, ranking.fitting(work, slice_, question, words))
     if loss.rollout_devices > 0:
@@ -176,7 +178,7 @@ def search(run: Run, slice_: Slice, work: Workload, question: Question, words: M
         except UserError as error:
             refused[devices] = str(error)
     if not splits:
-        raise UserError(next(reversed(refused.values()))) if refused else _no_division(loss, slice_)
+        raise _all_refused(loss, slice_, refused) if refused else _no_division(loss, slice_)
     splits.sort(key=lambda item: item.period_s / item.rollout.answers)
     return Layout(splits[0].part, splits[0].ranked, tuple(splits), refused)
 
@@ -279,6 +281,15 @@ def _seconds(work: Workload, used: Slice, tensor: int, rollout: Rollout) -> tupl
     return step_s, together / rollout.prefill_tokens / (used.devices // tensor)
 
 
+def _check_batch(loss: Loss, batch_size: int | None) -> None:
+    rows = loss.rows_of_a_prompt
+    if batch_size is not None and batch_size % rows:
+        raise UserError(
+            f"batch_size ({batch_size}) must be a multiple of the {rows} rows that @{type(loss).__name__}() has of a prompt: try "
+            f"{max(1, round(batch_size / rows)) * rows}"
+        )
+
+
 def _check_one_host(loss: Loss, slice_: Slice) -> None:
     if slice_.hosts > 1:
         single = [item.name for item in slices.sizes(slice_.chip) if item.hosts == 1]
@@ -301,24 +312,34 @@ def _no_division(loss: Loss, slice_: Slice) -> UserError:
     )
 
 
+def _all_refused(loss: Loss, slice_: Slice, refused: Mapping[int, str]) -> UserError:
+    reasons = "; ".join(f"with {devices} that draw: {why}" for devices, why in refused.items())
+    return UserError(
+        f"{type(loss).__name__}.rollout_devices is {loss.rollout_devices}, and no division of {slice_.name} works: {reasons}"
+    )
+
+
 def _no_engine(run: Run, loss: Loss, slice_: Slice, work: Workload, question: Question) -> UserError:
     """An error that says what the engine lacks, and where it would fit."""
     name, devices = f"{type(loss).__name__}.rollout_devices", loss.rollout_devices
     engine = _engine(run, loss, slice_, work, question)
     rollout = _rollout(loss, run.dataset, 1)
     if engine is None:
-        fits = ", ".join(map(str, serving.tensors(work.model, _drawing(slice_, devices) or slice_)))
+        legal = ", ".join(map(str, serving.tensors(work.model, _drawing(slice_, devices) or slice_)))
         asked = {"tensor": rollout.tensor, "data": rollout.data}
         shown = " x ".join(f"ServingMesh.{axis} ({size})" for axis, size in asked.items() if size is not None)
         return UserError(
-            f"{shown} is no mesh of the {devices} devices that draw, on which the model's tensor axis may be {fits}: leave it out"
+            f"{shown} is no mesh of the {devices} devices that draw, on which the model's tensor axis may be {legal}: leave it out"
         )
-    ways = []
-    for more in (count for count in divisions(slice_) if count > devices):
-        larger = _engine(run, loss.with_rollouts(more, None, None), slice_, work, question)
-        if larger is not None and larger.fits:
-            ways.append(f"{name} = {more}")
-            break
+
+    def fits(count: int, tensor: int | None, data: int | None) -> bool:
+        other = _engine(run, loss.with_rollouts(count, tensor, data), slice_, work, question)
+        return other is not None and other.fits
+
+    more = (count for count in divisions(slice_) if count > devices)
+    ways = [f"{name} = {count}" for count in more if fits(count, rollout.tensor, rollout.data)][:1]
+    if (rollout.tensor, rollout.data) != (None, None) and fits(devices, None, None):
+        ways.append("ServingMesh without tensor and data")
     if engine.bytes - engine.arrays[-1].bytes < engine.limit_bytes:
         ways.append("fewer EngineConfig.slots")
     parts = ", ".join(f"{item.name} {item.bytes / GIB:.2f}" for item in engine.arrays)

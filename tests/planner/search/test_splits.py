@@ -92,6 +92,9 @@ def test_drawing_takes_the_decode_steps_that_the_serving_planner_predicts():
     quarter = slices.parse("v5e-4")
     engine = serving.Engine(length=768, cache_dtype="bfloat16", slots=16)
     assert split.engine.step_s == serving.predict(split.work.model, quarter, 1, engine, 0.0).step_s
+    (small,) = layout_of("v5e-8", "Grpo.rollout_devices=4", "rollout/EngineConfig.cache_dtype='int8'").splits
+    engine = dataclasses.replace(engine, cache_dtype="int8")
+    assert small.engine.step_s == serving.predict(split.work.model, quarter, 1, engine, 0.0).step_s != split.engine.step_s
     assert split.rollout.answers == 64 and split.decode_steps == 64 // 16 * 512
     flops = 2 * 64 * 256 * split.work.model.param_count
     assert split.prompts_s == pytest.approx(flops / (4 * 0.6 * quarter.chip.device_flops()), rel=0.05)
@@ -176,6 +179,18 @@ def test_plans_in_another_order_stay_in_their_division():
         ),
         (
             "v5e-8",
+            ["Grpo.rollout_devices=2", "rollout/EngineConfig.slots=64", "rollout/ServingMesh.tensor=1"],
+            LARGE,
+            "may be used on v5e: try ServingMesh without tensor and data, or fewer EngineConfig.slots$",
+        ),
+        (
+            "v5e-8",
+            ["Grpo.rollout_devices=-1", "rollout/EngineConfig.slots=1024"],
+            LARGE,
+            "^Grpo.rollout_devices is -1, and no division of v5e-8 works: with 2 that draw: .*; with 4 that draw: .*; with 6 that",
+        ),
+        (
+            "v5e-8",
             ["Grpo.rollout_devices=6", "rollout/EngineConfig.slots=30"],
             LARGE,
             "no plan fits 2 of the 8 devices of v5e-8: the leanest .*: rollout_devices = 4, or use a smaller --batch_size$",
@@ -186,6 +201,16 @@ def test_what_does_not_fit_is_named_with_the_fix(name, bindings, files, message)
     with pytest.raises(UserError, match=message) as error:
         layout_of(name, *bindings, files=files)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bindings", [[], ["Grpo.rollout_devices=4"], ["Grpo.rollout_devices=-1"]])
+@pytest.mark.parametrize(("batch_size", "multiple"), [(4, 8), (20, 16)])
+def test_a_batch_of_parts_of_groups_is_refused(bindings, batch_size, multiple):
+    message = (
+        rf"batch_size \({batch_size}\) must be a multiple of the 8 rows that @Grpo\(\) has of a prompt: try {multiple}$"
+    )
+    with pytest.raises(UserError, match=message):
+        layout_of("v6e-8", *bindings, batch_size=batch_size)
 
 
 def test_the_way_out_that_is_named_fits():
