@@ -94,7 +94,9 @@ def test_drawing_takes_the_decode_steps_that_the_serving_planner_predicts():
     assert split.engine.step_s == serving.predict(split.work.model, quarter, 1, engine, 0.0).step_s
     (small,) = layout_of("v5e-8", "Grpo.rollout_devices=4", "rollout/EngineConfig.cache_dtype='int8'").splits
     engine = dataclasses.replace(engine, cache_dtype="int8")
-    assert small.engine.step_s == serving.predict(split.work.model, quarter, 1, engine, 0.0).step_s != split.engine.step_s
+    assert (
+        small.engine.step_s == serving.predict(split.work.model, quarter, 1, engine, 0.0).step_s != split.engine.step_s
+    )
     assert split.rollout.answers == 64 and split.decode_steps == 64 // 16 * 512
     flops = 2 * 64 * 256 * split.work.model.param_count
     assert split.prompts_s == pytest.approx(flops / (4 * 0.6 * quarter.chip.device_flops()), rel=0.05)
