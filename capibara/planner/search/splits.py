@@ -195,10 +195,11 @@ def training_part(run: Run, slice_: Slice) -> Slice:
     Raises:
       UserError: the slice cannot be divided so.
     """
-    count, loss = workload.training_devices(run, slice_.devices), run.loss
-    if loss is None or count == slice_.devices:
+    loss = run.loss
+    if loss is None or not loss.rollout_devices:
         return slice_
     _check_one_host(loss, slice_)
+    workload.training_devices(run, slice_.devices)  # raises if none is left
     part = _training(slice_, loss.rollout_devices)
     if part is None or _drawing(slice_, loss.rollout_devices) is None:
         raise _no_division(loss, slice_)

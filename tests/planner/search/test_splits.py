@@ -215,6 +215,11 @@ def test_a_batch_of_parts_of_groups_is_refused(bindings, batch_size, multiple):
         layout_of("v6e-8", *bindings, batch_size=batch_size)
 
 
+def test_hosts_are_counted_before_a_number_of_devices_is_proposed():
+    with pytest.raises(UserError, match="v5e-16 has 4 hosts with a process each: .*, try v5e-8$"):
+        splits.training_part(run_of("Grpo.rollout_devices=-1"), slices.parse("v5e-16"))
+
+
 def test_the_way_out_that_is_named_fits():
     assert layout_of("v5e-8", "Grpo.rollout_devices=4", "rollout/EngineConfig.slots=30", files=LARGE).ranked[0].fits
 
