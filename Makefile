@@ -1,6 +1,6 @@
 # make quickstart   set up .venv, then train a small language model on 8 emulated devices
 # make test         the same set-up, then the tests
-# make test-heavy   the tests that make test leaves out for their time
+# make test-heavy   the tests that make test leaves out for their time; PART=1/8: an eighth of their files
 # make test-peer PEER=NAME PEER_PYTHON=PATH   what a peer does, beside capibara; the peer is in the environment of that python:
 #   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI, compressed-tensors, accelerate), mergekit, xmanager, beam (and Dask);
 #   calls (transformers, mistral-common, openai-harmony; CHAT_TEMPLATES names a folder of .jinja files);
@@ -46,7 +46,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not heavy" $(ARGS)
 
 test-heavy: $(STAMP)
-	$(PYTEST) -m heavy $(ARGS)
+	$(PYTEST) -m heavy $(if $(PART),--part=$(PART)) $(ARGS)
 
 # For each peer the variable by which its tests find the python, and these tests.
 PEER_transformers := TORCH_PYTHON tests/interop/test_transformers*.py

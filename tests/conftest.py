@@ -10,6 +10,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import zlib
 
 # All of this is read when JAX starts, so it is set before any test module imports it; child processes inherit it.
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
@@ -87,6 +88,15 @@ def heavy_cases_without_a_test(request):
     return request.config.stash.get(_NO_TEST, [])
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", metavar="I/N", default="1/1", help="run the I-th of N parts of the files, from 1")
+
+
+def part_of(file, count):
+    """The part, from 1, that a test file is in: the same in every run."""
+    return zlib.crc32(file.encode()) % count + 1
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
     """The longest files first, the others after them as they come; marks the heavy cases."""
@@ -102,7 +112,12 @@ def pytest_collection_modifyitems(config, items):
         files = {item.nodeid.partition("tests/")[2].partition("::")[0] for item in items}
         config.stash[_NO_TEST] = sorted(name for name in _HEAVY_CASES - found if name.partition("::")[0] in files)
     rank = {str(CHECKOUT / "tests" / f"{name}.py"): number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: rank.get(str(item.path), len(rank)))
+    number, count = map(int, config.getoption("part").split("/"))
+    parts: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        parts[part_of(item.nodeid.partition("::")[0], count) == number].append(item)
+    config.hook.pytest_deselected(items=parts[False])
+    items[:] = sorted(parts[True], key=lambda item: rank.get(str(item.path), len(rank)))
 
 
 # Importing TensorFlow takes 13 s: one worker does it for all of these.

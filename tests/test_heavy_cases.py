@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 TESTS = pathlib.Path(__file__).parent
 CASES = [line for line in (TESTS / "heavy_cases.txt").read_text().splitlines() if not line.startswith("#")]
@@ -18,3 +20,27 @@ def test_every_heavy_case_is_a_test(heavy_cases_without_a_test):
             tree = ast.parse((TESTS / path).read_text())
             known[path] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assert known[path] >= {*names}, f"{case} is no test: remove its line from tests/heavy_cases.txt"
+
+
+def test_each_file_is_in_one_part():
+    """tests/storage has several files: each part has some, and together they are all."""
+
+    def collected(part):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-n",
+            "0",
+            "--collect-only",
+            f"--part={part}",
+            "tests/storage",
+        ]
+        done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return {line for line in done.stdout.splitlines() if "::" in line}
+
+    whole, first, second = map(collected, ("1/1", "1/2", "2/2"))
+    assert first and second and not first & second and first | second == whole
+    assert not {line.partition("::")[0] for line in first} & {line.partition("::")[0] for line in second}
