@@ -191,6 +191,9 @@ class CallTags:
         return f"{rule} | {json_of_types(tools, name, value, others)} {end}" if others else rule
 
 
+# What ends an argument's name, and whether the argument is text.
+_BY_SCHEMA: dict[str, bool | None] = {'">': None}
+_BY_ATTRIBUTE: dict[str, bool | None] = {'" string="true">': True, '" string="false">': False}
 _QWEN = CallTags(
     begin="<tool_call>",
     call="<function=",
@@ -203,41 +206,28 @@ _QWEN = CallTags(
     padding="\n",
 )
 _SEED = dataclasses.replace(_QWEN, begin="<seed:tool_call>", end="</seed:tool_call>", padding="")
-_MINIMAX = CallTags(
-    begin="<minimax:tool_call>",
-    call='<invoke name="',
-    name_end='">',
-    key='<parameter name="',
-    key_ends={'">': None},
-    value_end="</parameter>",
-    call_end="</invoke>",
-    end="</minimax:tool_call>",
-    is_section=True,
-)
-_DOTS = dataclasses.replace(_MINIMAX, begin="<dots_function_call>", end="</dots_function_call>")
-_DEEPSEEK = CallTags(
-    begin="<｜DSML｜function_calls>",
-    call='<｜DSML｜invoke name="',
-    name_end='">',
-    key='<｜DSML｜parameter name="',
-    key_ends={'" string="true">': True, '" string="false">': False},
-    value_end="</｜DSML｜parameter>",
-    call_end="</｜DSML｜invoke>",
-    end="</｜DSML｜function_calls>",
-    is_section=True,
-)
-_DEEPSEEK_V4 = dataclasses.replace(_DEEPSEEK, begin="<｜DSML｜tool_calls>", end="</｜DSML｜tool_calls>")
-_DEEPSEEK_V41 = CallTags(
-    begin="<｜DSML｜ calls>",
-    call='<｜DSML｜ invoke name="',
-    name_end='">',
-    key='<｜DSML｜ parameter name="',
-    key_ends=_DEEPSEEK.key_ends,
-    value_end="</｜DSML｜ parameter>",
-    call_end="</｜DSML｜ invoke>",
-    end="</｜DSML｜ calls>",
-    is_section=True,
-)
+
+
+def _invokes(section: str, mark: str = "", key_ends: dict[str, bool | None] = _BY_SCHEMA) -> CallTags:
+    """Elements invoke and parameter, each with a name, in a section of calls; `mark` is before the word of each tag."""
+    return CallTags(
+        begin=f"<{mark}{section}>",
+        call=f'<{mark}invoke name="',
+        name_end='">',
+        key=f'<{mark}parameter name="',
+        key_ends=key_ends,
+        value_end=f"</{mark}parameter>",
+        call_end=f"</{mark}invoke>",
+        end=f"</{mark}{section}>",
+        is_section=True,
+    )
+
+
+_MINIMAX = _invokes("minimax:tool_call")
+_DOTS = _invokes("dots_function_call")
+_DEEPSEEK = _invokes("function_calls", "｜DSML｜", _BY_ATTRIBUTE)
+_DEEPSEEK_V4 = _invokes("tool_calls", "｜DSML｜", _BY_ATTRIBUTE)
+_DEEPSEEK_V41 = _invokes("calls", "｜DSML｜ ", _BY_ATTRIBUTE)
 _GLM = CallTags(
     begin="<tool_call>",
     key="<arg_key>",
@@ -254,23 +244,19 @@ _HY = dataclasses.replace(
     end="</tool_calls>",
     is_section=True,
 )
-_STEP = CallTags(
+_STEP = dataclasses.replace(
+    _invokes("", "steptml:"),
     begin="<｜tool_calls_begin｜>",
     call='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
-    name_end='">',
-    key='<steptml:parameter name="',
-    key_ends={'">': None},
-    value_end="</steptml:parameter>",
     call_end="</steptml:invoke><｜tool_call_end｜>",
     end="<｜tool_calls_end｜>",
-    is_section=True,
     layout="",
 )
 _MINICPM = CallTags(
     begin='<function name="',
     name_end='">',
     key='<param name="',
-    key_ends={'">': None},
+    key_ends=_BY_SCHEMA,
     value_end="</param>",
     call_end="</function>",
     layout="",
