@@ -77,17 +77,17 @@ class Board:
         result = {self._id(run, item): item for item in alert_rules.check(run, self.rules, now_s)}
         news = []
         with self._lock:
-            mine = {name: alert for name, alert in self._alerts.items() if alert.run_id == run.id}
+            alerts = {name: alert for name, alert in self._alerts.items() if alert.run_id == run.id}
             for name, entry in result.items():
                 ended_s = entry.time_s if entry.is_over else None
-                old = mine.get(name)
-                if old is None:
+                previous = alerts.get(name)
+                if previous is None:
                     alert = self._alerts[name] = Alert(name, run.id, run.name, entry, ended_s)
                     news += [alert] * (now_s - entry.time_s < _NEWS_S or entry.kind in _LASTING and not entry.is_over)
-                elif (old.ended_s is None) != (ended_s is None) or old.ended_s is None:
-                    news += [old] * ((old.ended_s is None) != (ended_s is None))
-                    old.finding, old.ended_s = entry, None if ended_s is None else old.ended_s or now_s
-            for name, alert in mine.items():
+                elif (previous.ended_s is None) != (ended_s is None) or previous.ended_s is None:
+                    news += [previous] * ((previous.ended_s is None) != (ended_s is None))
+                    previous.finding, previous.ended_s = entry, None if ended_s is None else previous.ended_s or now_s
+            for name, alert in alerts.items():
                 if name not in result and alert.ended_s is None:
                     alert.ended_s = now_s  # what happened before a roll-back stays in the list
                     news.append(alert)
