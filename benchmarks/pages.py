@@ -57,7 +57,7 @@ class Contender:
         asked = Sampling(temperature=0.0, max_new_tokens=STEPS)
         for turn in range(rounds + 1):
             streams = [self.engine.submit(prompt, asked) for prompt in prompts]
-            while any(request is None or not request.written for request in self.engine._core.scheduler.slots):
+            while any(request is None or not request.written for request in self.engine.core.scheduler.slots):
                 self.engine.step()
             for _ in range(STEPS // 2):
                 self.timed(self.engine.step, counts=turn > 0)
@@ -82,7 +82,7 @@ def cache_bytes(engine: Any) -> int:
     """Of keys and values, as they lie on the device."""
     import jax
 
-    return sum(x.nbytes for x in jax.tree.leaves(engine._core.runner._state["cache"]["layers"]))
+    return sum(x.nbytes for x in jax.tree.leaves(engine.core.runner.state["cache"]["layers"]))
 
 
 def compared(texts: list) -> None:

@@ -145,7 +145,7 @@ def answered(config: DecoderConfig, params: Params, length: int, count: int) -> 
         greedy = Sampling(temperature=0.0, max_new_tokens=WORDS)
         answer = engine.submit(tokens[:-WORDS].tolist(), greedy).result().tokens
         right += int(np.array_equal(answer, tokens[-WORDS:]))
-    layers = engine._core.runner._state["cache"]["layers"]
+    layers = engine.core.runner.state["cache"]["layers"]
     return {
         "right": right / count,
         "cache_bytes": tree.byte_count(layers),

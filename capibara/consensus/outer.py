@@ -40,11 +40,11 @@ class OuterOptimizer(abc.ABC):
     def build(self) -> optax.GradientTransformation:
         """The transformation of outer gradients into updates."""
 
-    def init(self, params: Params) -> PyTree:
+    def init(self, params: PyTree) -> PyTree:
         """The state before the first round, float32 in the shapes of the parameters."""
         return self.build().init(_float32(params))
 
-    def step(self, start: Params, aggregate: Params, state: PyTree) -> tuple[Params, PyTree]:
+    def step(self, start: PyTree, aggregate: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         """One outer step.
 
         Args:

@@ -7,12 +7,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from capibara.core.types import PyTree
+from capibara.core.types import AxisNames, ParamAxes, Params, PyTree
+
+if TYPE_CHECKING:
+    import jax
 
 LayersOf = Mapping[str, Sequence[int]]
 """Module of a layer -> the numbers of the layers that have it, for the modules that some layers lack."""
+
+
+def branch(params: Params, *names: str) -> Params:
+    """The parameters of the module with this path."""
+    for name in names:
+        value = params[name]
+        assert isinstance(value, Mapping), f"{'/'.join(names)} is no module"
+        params = value
+    return params
+
+
+def leaf(params: Params, *names: str) -> jax.Array:
+    """The parameter with this path."""
+    value = branch(params, *names[:-1])[names[-1]]
+    assert not isinstance(value, Mapping), f"{'/'.join(names)} is no parameter"
+    return value
+
+
+def axes(tree: ParamAxes, *names: str) -> AxisNames:
+    """The logical axes of the parameter with this path."""
+    value = branch_axes(tree, *names[:-1])[names[-1]]
+    assert isinstance(value, tuple), f"{'/'.join(names)} is no parameter"
+    return value
+
+
+def branch_axes(tree: ParamAxes, *names: str) -> ParamAxes:
+    """The logical axes of the parameters of the module with this path."""
+    for name in names:
+        value = tree[name]
+        assert not isinstance(value, tuple), f"{'/'.join(names)} is no module"
+        tree = value
+    return tree
 
 
 def path_names(tree: PyTree) -> list[str]:

@@ -4,7 +4,7 @@ Shape letters, used as suffixes in numeric code (`q_BTNH`):
   B batch rows, T time (query positions), S source (key positions), D embed, F mlp, V vocabulary,
   N query heads, K key/value heads, G query heads per key/value head (N = K * G), H head_dim, L layers.
 
-A Batch is a dict of arrays, numpy on the host and jax.Array on the devices:
+A HostBatch is a dict of numpy arrays, a Batch one of jax.Array:
   tokens      [B, T] int32    inputs of the decoder: the targets shifted right, the beginning token first
   targets     [B, T] int32    the tokens to predict
   weights     [B, T] float32  1 where a target counts towards the loss, 0 on padding and masked targets
@@ -42,10 +42,20 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, Union
 
-Params = Any  # nested dicts whose leaves are arrays
-Batch = Mapping[str, Any]
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+# A leaf stands for what has its shape and dtype, too: a numpy array, a ShapeDtypeStruct, an array that is being traced.
+Params: TypeAlias = Mapping[str, Union["Params", "jax.Array"]]
+AxisNames: TypeAlias = tuple[str | None, ...]  # the logical axes of one array
+ParamAxes: TypeAlias = Mapping[
+    str, Union["ParamAxes", AxisNames]
+]  # those of each parameter, in the tree of the parameters
+Batch: TypeAlias = Mapping[str, "jax.Array"]
+HostBatch: TypeAlias = Mapping[str, "np.ndarray"]
 PyTree = Any
 
 BATCH_KEYS = ("tokens", "targets", "weights", "segment_ids", "positions")  # of every batch

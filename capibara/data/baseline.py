@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 
 
 def unigram_bits_per_byte(
-    train: Iterable[Batch],
-    validation: Iterable[Batch],
+    train: Iterable[HostBatch],
+    validation: Iterable[HostBatch],
     token_bytes: np.ndarray,
     of_all: Callable[[np.ndarray], np.ndarray] = lambda counts: counts,
 ) -> float:
@@ -34,7 +34,7 @@ def unigram_bits_per_byte(
     return float(seen @ bits) / byte_count
 
 
-def _count(batches: Iterable[Batch], size: int) -> np.ndarray:
+def _count(batches: Iterable[HostBatch], size: int) -> np.ndarray:
     counts = np.zeros(size, np.float64)
     for batch in batches:
         counts += np.bincount(batch["targets"][batch["weights"] > 0], minlength=size)

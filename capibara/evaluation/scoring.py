@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, HostBatch, Params, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.remix.descent import Descent, make_descent
@@ -156,7 +156,7 @@ class Scorer:
             yield from result[: len(neighbours) - start]
             done(min(start + at_once, len(neighbours)))
 
-    def _on_devices(self, batch: Batch) -> Batch:
+    def _on_devices(self, batch: HostBatch) -> Batch | HostBatch:
         if self._placed is None:
             return batch
         # Every process of the mesh has the whole batch.
@@ -193,10 +193,10 @@ class Scorer:
             raise UserError(f"a continuation has {length} tokens, must fit Dataset.length ({self._length}): raise that")
         return length if self._encoder_length is not None else min(len(pair.context) + length - 1, self._length)
 
-    def _batch(self, pairs: Sequence[Pair], length: int) -> Batch:
+    def _batch(self, pairs: Sequence[Pair], length: int) -> HostBatch:
         return self._filled(pairs, length, self._rows(length))
 
-    def _filled(self, pairs: Sequence[Pair], length: int, rows: int) -> Batch:
+    def _filled(self, pairs: Sequence[Pair], length: int, rows: int) -> HostBatch:
         names = ("tokens", "targets", "segment_ids", "positions")
         batch = {name: np.zeros((rows, length), np.int32) for name in names}
         batch["weights"] = np.zeros((rows, length), np.float32)
@@ -237,7 +237,7 @@ def _fill(
     batch[positions][row, : len(ids)] = np.arange(len(ids))
 
 
-def make_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], _Scored]:
+def make_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch | HostBatch], _Scored]:
     """A jitted function (params, batch) -> `score`, replicated on all devices; `mesh`: None: a single device."""
     return _scores(Same(model), plan, mesh)
 
@@ -258,7 +258,7 @@ def make_model_descent(model: Model, plan: Plan | None, mesh: Mesh | None, remix
 
 
 @functools.lru_cache(maxsize=8)  # a run evaluates many times
-def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], _Scored]:
+def _scores(same: Same, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch | HostBatch], _Scored]:
     def scores(params: Params, batch: Batch) -> _Scored:
         if mesh is None:
             return score(same.model, params, sharding.balanced(batch))

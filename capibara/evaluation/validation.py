@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import jax
 
 from capibara import sharding
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.evaluation.answers import Show
 from capibara.evaluation.metrics import Estimate
 from capibara.evaluation.subject import Subject
@@ -69,7 +69,7 @@ def _of_loss(subject: Subject, trainer: Trainer, limit: int | None, show: Show) 
     return {name: Estimate(float(value), None) for name, value in metrics.items()}, len(sums)
 
 
-def _shown(batches: Iterable[Batch], show: Show) -> Iterator[Batch]:
+def _shown(batches: Iterable[HostBatch], show: Show) -> Iterator[HostBatch]:
     for number, batch in enumerate(batches, 1):
         show(NAME, f"batch {number}")
         yield batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flax import nnx
 
 from capibara.core import tree, user_modules
 from capibara.core.fields import short
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, ParamAxes, Params, UserError
 from capibara.kernels.matmul import dispatch as matmul
 from capibara.kernels.matmul.quantized import Quantization
 from capibara.models import flops, serving_params
@@ -33,6 +33,7 @@ from capibara.models.architectures.registry import (
     Generates,
     ModelModule,
     PredictsAhead,
+    ReadBatch,
     RunsByLayer,
     configurations,
     model_of,
@@ -132,7 +133,7 @@ __all__ = [
     "without_streaming",
 ]
 
-Read = Callable[[Params, Batch, Cache, bool], tuple[jax.Array, Cache]]
+Read = Callable[[Params, ReadBatch, Cache, bool], tuple[jax.Array, Cache]]
 EmptyCache = Callable[[int, int, jax.typing.DTypeLike, int | None, int], Cache]
 Begin = Callable[[Params, Batch], jax.Array]
 RunLayer = Callable[[Params, jax.Array, Batch, int], tuple[jax.Array, dict[str, jax.Array]]]
@@ -140,6 +141,8 @@ PredictAhead = Callable[
     [Params, jax.Array, Sequence[jax.Array], Batch, RematPolicy, jax.Array | None], tuple[list[jax.Array], list[Stats]]
 ]
 Draft = Callable[[Params, jax.Array, jax.Array, PrefillInputs, Cache], tuple[jax.Array, Cache]]
+
+_Tree = TypeVar("_Tree", Params, ParamAxes)
 
 _PREDICTS = "only a model that predicts the next token has a cache"
 
@@ -193,7 +196,7 @@ class Model:
 
     config: TransformerConfig
     abstract_params: Params
-    axes: Params
+    axes: ParamAxes
     init: Callable[[jax.Array], Params]
     hidden: Hidden
     head: Callable[[Params], jax.Array]
@@ -220,7 +223,7 @@ class Model:
             return self
         return build(dataclasses.replace(config, max_length=length))
 
-    def trained(self, params: Params) -> Params:
+    def trained(self, params: _Tree) -> _Tree:
         """The trainable part of the parameters, or of a tree of the same structure."""
         chosen = trains(self.config)
         return params if chosen is None else tree.part(params, chosen)
@@ -277,7 +280,7 @@ class Model:
         dtype = self.config.dtype.value if dtype is None else dtype
         return self.empty_cache(batch, length, dtype, encoder_length, spare)
 
-    def prefill(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+    def prefill(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Reads the first tokens of each row into an empty cache.
 
         Args:
@@ -292,11 +295,11 @@ class Model:
         """
         return self._last(params, batch, cache, is_prefill=True)
 
-    def resume(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, Cache]:
+    def resume(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Like `prefill`, for rows whose first tokens are in the cache already."""
         return self._last(params, batch, cache, is_prefill=False)
 
-    def extend(self, params: Params, batch: Batch, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
+    def extend(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
         """Like `resume`, but returns the logits [B, T, V] after every token, and its final hidden states [B, T, D]."""
         assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, False)
@@ -306,10 +309,10 @@ class Model:
         self, params: Params, tokens: jax.Array, cache: Cache, adapters: BatchAdapters | None = None
     ) -> tuple[jax.Array, Cache]:
         """Reads one token [B] of each row; returns the logits [B, V] in float32 after it, and the updated cache."""
-        batch = {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens), "adapters": adapters}
+        batch: ReadBatch = {"tokens": tokens[:, None], "counts": jnp.ones_like(tokens), "adapters": adapters}
         return self.resume(params, batch, cache)
 
-    def _last(self, params: Params, batch: Batch, cache: Cache, *, is_prefill: bool) -> tuple[jax.Array, Cache]:
+    def _last(self, params: Params, batch: ReadBatch, cache: Cache, *, is_prefill: bool) -> tuple[jax.Array, Cache]:
         assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, is_prefill)
         if hidden.shape[1] > 1:
@@ -322,7 +325,7 @@ class Model:
         return serving_params.served(self.config, self.axes, params, convert)
 
     @property
-    def serving_axes(self) -> Params:
+    def serving_axes(self) -> ParamAxes:
         """The logical axes of what `serving` gives, where it turns nothing."""
         return serving_params.served_axes(self.config, self.axes, self.abstract_params)
 
@@ -356,11 +359,11 @@ class Model:
         return self._whole(self.abstract_params, lambda plain: plain.abstract_params)
 
     @property
-    def whole_axes(self) -> Params:
+    def whole_axes(self) -> ParamAxes:
         """The axes of `whole_params`."""
         return self._whole(self.axes, lambda plain: plain.axes)
 
-    def _whole(self, trained: Params, of: Callable[[Model], Params]) -> Params:
+    def _whole(self, trained: _Tree, of: Callable[[Model], _Tree]) -> _Tree:
         return trained if self.config.lora is None else tree.joined(self.trained(trained), of(self.plain))
 
     def flops_per_token(self, length: int, encoder_length: int | None = None) -> float:
@@ -452,7 +455,7 @@ def build(config: TransformerConfig) -> Model:
     )
 
 
-def _axes(template: nnx.State, make: Callable[..., ModelModule]) -> Params:
+def _axes(template: nnx.State, make: Callable[..., ModelModule]) -> ParamAxes:
     """The nested dict of a model's axes."""
 
     def names(variable: nnx.Variable) -> nnx.Variable:
@@ -495,7 +498,7 @@ def _generating(bind: Callable[[Params], ModelModule], layers: tree.LayersOf) ->
         assert isinstance(module, Generates)
         return module
 
-    def read(params: Params, batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
+    def read(params: Params, batch: ReadBatch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
         values: list[Params] = []
         rest = serving_params.with_layers(params, lambda of_all: values.extend(stack.unstacked(of_all, layers)))
         return generates(rest).read(values, batch, cache, is_prefill)
@@ -555,7 +558,7 @@ def _layerwise(bind: Callable[[Params], ModelModule]) -> tuple[Begin, RunLayer]:
 
 def _bound(graphdef: nnx.GraphDef[ModelModule], template: nnx.State, params: Params) -> ModelModule:
     state = jax.tree.map(lambda v: v, template)
-    nnx.replace_by_pure_dict(state, params)
+    nnx.replace_by_pure_dict(state, dict(params))
     return nnx.merge(graphdef, state)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol, cast
 import jax
 
 from capibara.core import projections, tree
-from capibara.core.types import Params
+from capibara.core.types import ParamAxes, Params
 from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.parts.config import TransformerConfig
 
@@ -24,7 +24,7 @@ class _Encodes(Protocol):
 
 
 def flops_per_token(
-    config: TransformerConfig, params: Params, axes: Params, length: int, encoder_length: int | None = None
+    config: TransformerConfig, params: Params, axes: ParamAxes, length: int, encoder_length: int | None = None
 ) -> float:
     """FLOPs of a forward and a backward pass without recomputation, per token of a full row with one document.
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.core.types import Params
+from capibara.core.types import ParamAxes, Params, PyTree
 from capibara.kernels.matmul import dispatch as matmul
 from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.quantized import Quantization
@@ -22,7 +22,7 @@ Convert = Callable[[Callable[[jax.Array], Any], jax.Array], Any]
 """Called as convert(function, array) for one array after the other; returns function(array)."""
 
 
-def served(config: TransformerConfig, axes: Params, params: Params, convert: Convert) -> Params:
+def served(config: TransformerConfig, axes: ParamAxes, params: Params, convert: Convert) -> Params:
     """The parameters in the layout that generation reads fastest.
 
     Layers are unstacked, since a program that unrolls them would copy each one out of a stack; matrices are in the
@@ -35,11 +35,11 @@ def served(config: TransformerConfig, axes: Params, params: Params, convert: Con
       convert: calls the conversion of each array.
     """
 
-    def each(of_array: Callable, axes: Params, values: Params) -> Params:
+    def each(of_array: Callable, axes: PyTree, values: PyTree) -> dict[str, Any]:
         item = lambda names, x: convert(functools.partial(of_array, config, names), x)  # noqa: E731
         return jax.tree.map(item, axes, values, is_leaf=tree.is_axes)
 
-    stacks: list[Params] = []
+    stacks: list[PyTree] = []
     rest_axes, rest = (with_layers(part, stacks.append) for part in (axes, params))
     of_all = each(_of_stack, *stacks)
     layers = _each_layer(config, of_all)
@@ -49,11 +49,11 @@ def served(config: TransformerConfig, axes: Params, params: Params, convert: Con
     return arrays | {"layers": layers}
 
 
-def served_axes(config: TransformerConfig, axes: Params, abstract_params: Params) -> Params:
+def served_axes(config: TransformerConfig, axes: ParamAxes, abstract_params: Params) -> ParamAxes:
     """The logical axes of the result of `served`, where no matrix is transposed."""
 
-    def of_each(layers: Params) -> tuple[Params, ...]:
-        stacks: list[Params] = []
+    def of_each(layers: PyTree) -> tuple[Params, ...]:
+        stacks: list[PyTree] = []
         with_layers(abstract_params, stacks.append)
         of_all = jax.tree.map(lambda names, x: (names[1:],) * x.shape[0], layers, *stacks, is_leaf=tree.is_axes)
         return _each_layer(config, of_all)
@@ -61,15 +61,15 @@ def served_axes(config: TransformerConfig, axes: Params, abstract_params: Params
     return with_layers(axes, of_each)
 
 
-def computed(config: TransformerConfig, axes: Params, params: Params) -> Params:
+def computed(config: TransformerConfig, axes: ParamAxes, params: Params) -> Params:
     """The parameters, with those that every use casts to the compute dtype cast already."""
     return jax.tree.map(functools.partial(_computed, config), axes, params, is_leaf=tree.is_axes)
 
 
-def with_layers(params: Params, fn: Callable[[Params], Params | None]) -> Params:
-    """The parameters with `fn` applied to the decoder's layers; without the layers if it returns None."""
+def with_layers(params: Mapping[str, Any], fn: Callable[[PyTree], PyTree | None]) -> dict[str, Any]:
+    """The parameters, or their axes, with `fn` applied to the decoder's layers; without the layers if it returns None."""
     if "decoder" in params:
-        return params | {"decoder": with_layers(params["decoder"], fn)}
+        return {**params, "decoder": with_layers(params["decoder"], fn)}
     rest = {name: value for name, value in params.items() if name != "layers"}
     layers = fn(params["layers"])
     return rest if layers is None else rest | {"layers": layers}

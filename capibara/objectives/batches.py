@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.core.fields import returned
-from capibara.core.types import Batch, Params, PyTree, UserError
+from capibara.core.types import Batch, HostBatch, Params, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.loader import Loader, Position
 from capibara.models.api import Model, TransformerConfig
@@ -76,7 +76,7 @@ class RunParts:
     step_temp_bytes: int
     evaluates: bool
     open_once: Callable[[Dataset, str, int], Loader]
-    validation: Callable[[], contextlib.AbstractContextManager[Iterator[Batch]]]
+    validation: Callable[[], contextlib.AbstractContextManager[Iterator[HostBatch]]]
     initial_params: Callable[[], Params]
     load_model: Callable[[str, TransformerConfig], tuple[Model, Params]]
     reporter: Reporter
@@ -157,7 +157,7 @@ class LoaderBatches(BatchProvider):
         self.run, self._objective = run, objective
         self._totals = make_totals(objective, run.plan, run.mesh)
 
-    def on_host(self, step: int, batch: Batch) -> Batch:
+    def on_host(self, step: int, batch: HostBatch) -> HostBatch:
         """Transforms this process's rows of a step's batch (numpy arrays) before training."""
         del step
         return batch

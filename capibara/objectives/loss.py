@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from capibara.core.fields import returned
-from capibara.core.types import Params, UserError
+from capibara.core.types import ParamAxes, Params, UserError
 from capibara.data.pipeline.loader import Dataset, Loader, make_loader
 from capibara.data.sources.sources import DataFormat
 from capibara.models.api import Head, Model, TransformerConfig
@@ -37,7 +37,7 @@ class ResidentArrays(NamedTuple):
 
     name: str
     bytes: int
-    spread_as: tuple[Params, Params] | None = None
+    spread_as: tuple[Params, ParamAxes] | None = None
 
 
 class Rollout(NamedTuple):

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, HostBatch, Params, UserError
 from capibara.data.dataset import Dataset
 from capibara.models.api import Model
 from capibara.multihost import hosts
@@ -108,7 +108,7 @@ class ReferenceTables(BatchProvider):
     def state(self) -> dict[str, Any]:
         return {"weights": self._weights}
 
-    def _filled(self, split: str, batch: Batch) -> dict[str, np.ndarray]:
+    def _filled(self, split: str, batch: HostBatch) -> dict[str, np.ndarray]:
         numbers = batch["numbers"]
         known = self._tables[split].reshape(-1)
         reference = np.where(numbers > 0, known[np.maximum(numbers, 1) - 1], np.float32(0))
@@ -197,7 +197,7 @@ def make_answers(
     return jax.jit(answers, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _each(step: Callable[[Batch], _T], batches: Iterable[Batch], batch_sharding: NamedSharding) -> Iterator[_T]:
+def _each(step: Callable[[Batch], _T], batches: Iterable[HostBatch], batch_sharding: NamedSharding) -> Iterator[_T]:
     """The results of `step` for each batch, on the host; some batches are queued on the devices."""
     pending = []
     for batch in batches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import jax
 import numpy as np
 
@@ -24,7 +26,9 @@ def balanced(batch: Batch) -> dict[str, jax.Array]:
         return dict(batch)
     row_positions_T = zigzag(length, shards)
     moved = {k: v if k.startswith("encoder_") or v.ndim < 2 else v[:, row_positions_T] for k, v in batch.items()}
-    return moved | {"row_positions": np.asarray(row_positions_T, np.int32)}
+    # A constant of the program, which kernels read when they are traced.
+    row_positions = cast(jax.Array, np.asarray(row_positions_T, np.int32))
+    return moved | {"row_positions": row_positions}
 
 
 def zigzag(length: int, shards: int) -> np.ndarray:

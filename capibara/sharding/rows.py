@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.sharding.axes import NODE_AXIS
 from capibara.sharding.rules import Rules
 
@@ -83,6 +83,6 @@ def _held_shards(mesh: Mesh, rules: Rules) -> dict[int, tuple[int, ...]]:
     return {process: tuple(sorted(shards)) for process, shards in held.items()}
 
 
-def global_batch(sharding: NamedSharding, host_batch: Batch) -> dict[str, jax.Array]:
+def global_batch(sharding: NamedSharding, host_batch: HostBatch) -> dict[str, jax.Array]:
     """Turns this host's rows (numpy, [B / hosts, T]) into global arrays [B, T]."""
     return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in host_batch.items()}

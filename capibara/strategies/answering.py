@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import HostBatch, Params, UserError
 from capibara.data.chat.formats import read_prompt
 from capibara.data.dataset import Dataset
 from capibara.inference.calls.dialect import Dialect, dialect_of
@@ -115,7 +115,7 @@ class PromptDocuments(Protocol):
         """The file and line, for errors."""
 
 
-def prompts_of(batch: Batch) -> list[Prompt]:
+def prompts_of(batch: HostBatch) -> list[Prompt]:
     """The prompts of a batch, without rows of padding."""
     result = []
     for row in np.flatnonzero(batch["numbers"][:, 0]).tolist():

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from capibara import sharding
 from capibara.core.interrupt import Interrupted
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, HostBatch, Params, UserError
 from capibara.data.pipeline.loader import unigram_bits_per_byte
 from capibara.kernels.cross_entropy.dispatch import cross_entropy
 from capibara.kernels.cross_entropy.terms import LossSums
@@ -172,13 +172,13 @@ def is_due(step: int, every: int, last: bool = False) -> bool:
 
 
 @contextlib.contextmanager
-def validation(trainer: Trainer, mesh: Mesh, reporter: Reporter) -> Iterator[Iterator[Batch]]:
+def validation(trainer: Trainer, mesh: Mesh, reporter: Reporter) -> Iterator[Iterator[HostBatch]]:
     """Opens the batches of one evaluation and reports each; iterating raises Interrupted if the run must stop."""
     with contextlib.closing(validation_loader(trainer, mesh)) as loader:
         yield _reported(loader, validation_batches(trainer), "evaluating", reporter)
 
 
-def _reported(batches: Iterable[Batch], most: int | None, subject: str, reporter: Reporter) -> Iterator[Batch]:
+def _reported(batches: Iterable[HostBatch], most: int | None, subject: str, reporter: Reporter) -> Iterator[HostBatch]:
     for done, batch in enumerate(itertools.islice(batches, most)):
         reporter.check(done, every=_ASK_EVERY)
         reporter.progress(f"{subject}: {done} batches" if most is None else f"{subject}: {done} of {most} batches")
@@ -207,7 +207,7 @@ def make_eval_step(model: Model, plan: Plan, mesh: Mesh, token_bytes: np.ndarray
 
 
 def evaluate(
-    eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
+    eval_step: EvalStep, params: Params, batches: Iterable[HostBatch], batch_sharding: NamedSharding
 ) -> dict[str, float]:
     """Runs over `batches` and returns loss, perplexity, bits_per_byte, token_accuracy and tokens.
 
@@ -218,7 +218,7 @@ def evaluate(
 
 
 def sums_of(
-    eval_step: EvalStep, params: Params, batches: Iterable[Batch], batch_sharding: NamedSharding
+    eval_step: EvalStep, params: Params, batches: Iterable[HostBatch], batch_sharding: NamedSharding
 ) -> list[EvalSums]:
     """The results of the evaluation step for each batch, on the host.
 

@@ -151,9 +151,9 @@ def test_a_signal_ends_a_rollout_that_training_waits_for(make_trainer, train):
 def test_the_planner_knows_the_bytes_of_both_halves(make_trainer, train):
     trainer = make_trainer(APART | {"kl": 0.1}, steps=2)
     seen = train(trainer, devices=4)
-    model, dataset, engine = seen.run.model, trainer.dataset, seen.provider._drawer.answerer._generator._engine._core
+    model, dataset, engine = seen.run.model, trainer.dataset, seen.provider._drawer.answerer._generator._engine.core
     parameters, state = (
-        sum(x.nbytes for x in jax.tree.leaves(part)) for part in (engine.params.current, engine.runner._state)
+        sum(x.nbytes for x in jax.tree.leaves(part)) for part in (engine.params.current, engine.runner.state)
     )
     assert [item.name for item in trainer.loss.resident_arrays(model, dataset)] == ["reference"]
     held = {item.name: item.bytes for item in trainer.loss.rollout_arrays(model, dataset)}
@@ -174,7 +174,7 @@ def test_a_run_trains_with_the_split_that_the_planner_chose(make_trainer, train,
     assert f"{count} of the devices draw, tensor={mesh.tensor} x data={mesh.data}" in line
     seen = train(planned, devices=4)
     assert seen.run.mesh.size == 4 - count and seen.metrics[2]["staleness"] <= 1
-    engine = seen.provider._drawer.answerer._generator._engine._core
+    engine = seen.provider._drawer.answerer._generator._engine.core
     drawing = {device for x in jax.tree.leaves(engine.params.current) for device in x.devices()}
     assert len(drawing) == mesh.tensor * mesh.data and not drawing & {*seen.run.mesh.devices.flat}
 

@@ -330,13 +330,13 @@ def test_adapters_are_rewarded_and_their_base_is_the_reference(make_trainer, tra
     )  # noqa: E731
     held = {one.name: one for one in trainer.loss.resident_arrays(seen.run.model, trainer.dataset)}
     assert held["reference"].bytes == size(seen.provider._reference) < held["engine's parameters"].bytes
-    assert held["engine's parameters"].bytes == size(generator._engine._core.params.current)
+    assert held["engine's parameters"].bytes == size(generator._engine.core.params.current)
     prefix_cache_mib = 1
-    kept = size(generator._engine._core.runner._state) + prefix_cache_mib * 2**20
+    kept = size(generator._engine.core.runner.state) + prefix_cache_mib * 2**20
     assert held["engine's keys and values"].bytes == kept
     devices = [
         {len(leaf.devices()) for leaf in jax.tree.leaves(x)}
-        for x in (generator._engine._core.params.current, seen.provider._reference)
+        for x in (generator._engine.core.params.current, seen.provider._reference)
     ]
     assert devices == [{1}, {2}]
     without = dataclasses.replace(trainer.loss, kl=0.0)

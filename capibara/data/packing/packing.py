@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capibara.core.types import BATCH_KEYS, ENCODER_KEYS, Batch
+from capibara.core.types import BATCH_KEYS, ENCODER_KEYS, HostBatch
 from capibara.data.packing.shuffle import permutation
 
 Piece = tuple[int, int]  # start and stop in the window's tokens
@@ -148,7 +148,7 @@ class Window(Rows):
         firsts = [start for start, _ in self._rows[i]]
         return [self._positions[n] for n in np.searchsorted(self._starts, firsts, side="right") - 1]
 
-    def fill(self, batch: Batch, b: int, i: int) -> None:
+    def fill(self, batch: HostBatch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""
         tokens, targets, weights = batch["tokens"][b], batch["targets"][b], batch["weights"][b]
         segment_ids, positions = batch["segment_ids"][b], batch["positions"][b]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from capibara.core.types import Batch
+from capibara.core.types import HostBatch
 from capibara.data.packing.packing import Packing, Rows
 
 
@@ -98,7 +98,7 @@ class PairWindow(Rows):
         """The positions in the data of row `i`'s documents."""
         return list(dict.fromkeys(self._positions[index] for index in self._rows[i]))
 
-    def fill(self, batch: Batch, b: int, i: int) -> None:
+    def fill(self, batch: HostBatch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""
         row = {key: value[b] for key, value in batch.items()}
         input_end = target_end = 0

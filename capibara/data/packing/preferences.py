@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from capibara.core.types import Batch
+from capibara.core.types import HostBatch
 from capibara.data.packing.packing import Document, Rows, best_fit
 
 
@@ -66,7 +66,7 @@ class PreferenceWindow(Rows):
         """The positions in the data of row `i`'s pairs."""
         return [self._pairs[index].position for index in self._rows[i]]
 
-    def fill(self, batch: Batch, b: int, i: int) -> None:
+    def fill(self, batch: HostBatch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an `empty_batch`."""
         row = {key: value[b] for key, value in batch.items()}
         answers = [(self._pairs[index], side) for index in self._rows[i] for side in (0, 1)]

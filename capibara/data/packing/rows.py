@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capibara.core.types import Batch
+from capibara.core.types import HostBatch
 from capibara.data.packing.packing import Rows
 from capibara.data.text.protobuf import Malformed
 
@@ -90,7 +90,7 @@ class PackedWindow(Rows):
         """The position in the data of row `i`."""
         return [self._rows[i].position]
 
-    def fill(self, batch: Batch, b: int, i: int) -> None:
+    def fill(self, batch: HostBatch, b: int, i: int) -> None:
         """Copies row `i` into row `b` of an empty batch."""
         row, domains, _ = self._rows[i]
         size, counts = len(row.ids), np.diff(np.append(row.starts, len(row.ids)))

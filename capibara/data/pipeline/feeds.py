@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.data.pipeline.examples import Tally
 from capibara.data.pipeline.readers import BlockReader, DocumentReader, Reader
@@ -69,7 +69,7 @@ class Feed(abc.ABC):
         """The states of this host's streams before the first batch."""
 
     @abc.abstractmethod
-    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[HostBatch, Sequence[State]]]:
         """Yields the batches after `states`, each with the states after it."""
 
     @abc.abstractmethod
@@ -146,7 +146,7 @@ class SourceFeed(Feed):
     def data_fingerprint(self) -> dict[str, Any]:
         return self._fingerprint
 
-    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[HostBatch, Sequence[State]]]:
         if not self._endless:
             share = self.share
             return in_turn([self.stream(0, 1, states[0])], share.batch_size, share.first_row, share.rows, self.dataset)
@@ -240,7 +240,7 @@ def layout_of(dataset: Dataset, streams: int, seeds: tuple[int, ...] | None) -> 
     )
 
 
-def stream_a_row(streams: Sequence[Iterator[Row]], dataset: Dataset) -> Iterator[tuple[Batch, Sequence[State]]]:
+def stream_a_row(streams: Sequence[Iterator[Row]], dataset: Dataset) -> Iterator[tuple[HostBatch, Sequence[State]]]:
     """Yields batches whose rows have one stream each; endless."""
     while True:
         batch = dataset.empty_batch(len(streams))
@@ -254,7 +254,7 @@ def stream_a_row(streams: Sequence[Iterator[Row]], dataset: Dataset) -> Iterator
 
 def in_turn(
     streams: Sequence[Iterator[Row]], each: int, skip: int, rows: int, dataset: Dataset
-) -> Iterator[tuple[Batch, Sequence[State]]]:
+) -> Iterator[tuple[HostBatch, Sequence[State]]]:
     """Yields batches with the same number of rows of each stream; pads the last one with rows of weight 0.
 
     Args:

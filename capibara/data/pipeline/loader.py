@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.baseline import unigram_bits_per_byte
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline import feeds
@@ -159,7 +159,7 @@ class Loader:
         """What the source has read and left out; None: a SeqIO task does not say."""
         return None if self._feed is None else self._feed.counts
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[HostBatch]:
         return self
 
     def start(self) -> None:
@@ -184,7 +184,7 @@ class Loader:
             self._prefetcher = Prefetcher(self._produce, self._dataset.prefetch)
         return self._prefetcher
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         begin_s = time.perf_counter()
         prefetcher = self._prefetching()
         try:
@@ -267,7 +267,7 @@ class Loader:
             self._feed = self._open_feed()
         return self._feed
 
-    def _produce(self) -> Iterator[tuple[Batch, Sequence[State]]]:
+    def _produce(self) -> Iterator[tuple[HostBatch, Sequence[State]]]:
         feed = self._opened()
         return feed.batches(self._first_rows(feed))
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.packing.packing import Document, Packing, Window
 from capibara.data.packing.pairs import Pairs, PairWindow
 from capibara.data.packing.preferences import Answers, PreferenceWindow
@@ -56,7 +56,7 @@ class Row(NamedTuple):
         """The positions in the data of the row's documents."""
         return [] if self.window is None else self.window.positions(self.number)
 
-    def fill(self, batch: Batch, b: int) -> None:
+    def fill(self, batch: HostBatch, b: int) -> None:
         """Copies the row into row `b` of an empty batch."""
         if self.window is not None:
             self.window.fill(batch, b, self.number)

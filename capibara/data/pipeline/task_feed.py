@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.dataset import CachedOrder, Dataset
 from capibara.data.pipeline import cached as cached_task
 from capibara.data.pipeline.cached import CachedBlocks, NotInBlocks, check_cached, raise_damage
@@ -132,7 +132,7 @@ class TaskFeed(Feed):
         old = any("examples" in sources.get(part.name, ()) for part in cached)
         return self.data_fingerprint() if old else saved
 
-    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[HostBatch, Sequence[State]]]:
         begin_s, logger = time.perf_counter(), logging.getLogger(__name__)
         resumed = self._blocks is None and any(state.document for state in states)
         if resumed:

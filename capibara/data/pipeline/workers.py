@@ -17,7 +17,7 @@ import grain
 import numpy as np
 from absl import flags
 
-from capibara.core.types import Batch
+from capibara.core.types import HostBatch
 from capibara.data.dataset import Dataset
 from capibara.data.pipeline.feeds import Share, SourceFeed, stream_a_row
 from capibara.data.pipeline.stream import State
@@ -92,7 +92,7 @@ class WorkerFeed(SourceFeed):
         super().__init__(dataset, share)
         self._workers = workers
 
-    def batches(self, states: Sequence[State]) -> Iterator[tuple[Batch, Sequence[State]]]:
+    def batches(self, states: Sequence[State]) -> Iterator[tuple[HostBatch, Sequence[State]]]:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which our verbs do not parse
         rows, keys = len(states), self.dataset.batch_spec(1)

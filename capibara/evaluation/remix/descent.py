@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from capibara.core.types import Batch, Params
+from capibara.core.types import Batch, HostBatch, Params
 from capibara.evaluation.remix.remixing import RemixExperts
 
 LogProbabilities = Callable[[Params, Batch], jax.Array]
-Descent = Callable[[Params, Batch, jax.Array, jax.Array], jax.Array]
+Descent = Callable[[Params, Batch | HostBatch, jax.Array, jax.Array], jax.Array]
 _LEAST = 1e-9  # of a score
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 from jax.sharding import Mesh
@@ -19,7 +20,7 @@ from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.requests.stream import Decode, Finish, Piece
 from capibara.inference.engine.runner import prompt_batches
 from capibara.inference.sampling.sampling import BeamSearch
-from capibara.models.api import Model
+from capibara.models.api import Model, ReadBatch
 from capibara.sharding import Rules
 
 
@@ -120,7 +121,8 @@ class BeamSearcher:
             how.min_log_prob,
         )
         tokens_of = [request.tokens for request in all_of]
-        batch = prompt_batches.batch_of(all_of, tokens_of, read, self._model.config.data_kind == "prefix")
+        marked = self._model.config.data_kind == "prefix"
+        batch = cast(ReadBatch, prompt_batches.batch_of(all_of, tokens_of, read, marked))
         try:
             return beam_search.search(compiled, params, batch, beams)
         except jax.errors.JaxRuntimeError as error:

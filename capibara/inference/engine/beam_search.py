@@ -21,10 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.core.types import Batch, Params
+from capibara.core.types import Params
 from capibara.inference.engine.programs.programs import Same, on_mesh
 from capibara.models import api
-from capibara.models.api import Cache, Model
+from capibara.models.api import Cache, Model, ReadBatch
 from capibara.sharding import Rules
 
 NEVER = -1e7  # T5X's log probability of an excluded token: finite
@@ -86,7 +86,7 @@ class Programs(NamedTuple):
       found: state -> BeamResults, replicated on every device.
     """
 
-    begin: Callable[[Params, Batch, BeamRequests], tuple[State, jax.Array]]
+    begin: Callable[[Params, ReadBatch, BeamRequests], tuple[State, jax.Array]]
     advance: Callable[[Params, State, BeamRequests, Any], tuple[State, jax.Array]]
     results: Callable[[State], BeamResults]
 
@@ -104,7 +104,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
         """Replicates a value, so that every process can read it."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
 
-    def begin(params: Params, batch: Batch, requests: BeamRequests) -> tuple[State, jax.Array]:
+    def begin(params: Params, batch: ReadBatch, requests: BeamRequests) -> tuple[State, jax.Array]:
         rows = len(batch["tokens"])
         empty = model.start_cache(rows, sizes.capacity, dtype=sizes.dtype, encoder_length=sizes.encoder_length)
         logits, cache = model.prefill(params, batch, empty)
@@ -137,7 +137,7 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rule
     return Programs(begin=jit(begin), advance=jit(advance, donate_argnums=1), results=jit(results))
 
 
-def search(programs: Programs, params: Params, batch: Batch, requests: BeamRequests) -> BeamResults:
+def search(programs: Programs, params: Params, batch: ReadBatch, requests: BeamRequests) -> BeamResults:
     """Runs the search to its end; returns the results on the host.
 
     Args:

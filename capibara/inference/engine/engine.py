@@ -50,6 +50,7 @@ class Engine:
       adapters: unmerged adapters that requests may use.
 
     Attributes:
+      core: the scheduler, the programs and the state of the slots, which the engine's thread alone may change.
       reader: reads texts without continuing them.
 
     Raises:
@@ -74,13 +75,13 @@ class Engine:
             if longest is not None and most > longest:
                 raise UserError(f"the length of rows ({most}) must be at most the model's max_length: try {longest}")
         model = model.of_length(length)
-        self._core = EngineCore(model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters)
+        self.core = EngineCore(model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters)
         self._inputs = InputProcessor(
-            vocabulary, length, config, encoder_length, self._core.pages, self._core.adapters, model.config.vocab_size
+            vocabulary, length, config, encoder_length, self.core.pages, self.core.adapters, model.config.vocab_size
         )
-        self._loop = EngineLoop(self._core, Recovery(self._core.scheduler, config, self._inputs.probe))
+        self._loop = EngineLoop(self.core, Recovery(self.core.scheduler, config, self._inputs.probe))
         sizes = {"usable": vocabulary.size, "length": length, "prefill_tokens": config.prefill_tokens or PREFILL_TOKENS}
-        self.reader = Reader(model, self._core.params, self._core.adapters, rules, lambda: self._loop.leads, **sizes)
+        self.reader = Reader(model, self.core.params, self.core.adapters, rules, lambda: self._loop.leads, **sizes)
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
 
@@ -96,27 +97,27 @@ class Engine:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The adapters' names, for requests."""
-        return self._core.adapters.names
+        return self.core.adapters.names
 
     @property
     def load(self) -> tuple[int, int]:
         """Numbers of queued requests, and of busy slots."""
-        return self._core.scheduler.waiting, sum(request is not None for request in self._core.scheduler.slots)
+        return self.core.scheduler.waiting, sum(request is not None for request in self.core.scheduler.slots)
 
     @property
     def pages(self) -> tuple[int, int]:
         """Numbers of pages, and of busy pages; 0 without pages."""
-        pages = self._core.pages
+        pages = self.core.pages
         return (pages.sizes.pages, pages.busy) if pages else (0, 0)
 
     @property
     def compiling(self) -> int:
         """Number of programs that are still to be compiled beside serving."""
-        return self._core.compiler.left
+        return self.core.compiler.left
 
     @property
     def statistics(self) -> Statistics:
-        return self._core.runner.statistics
+        return self.core.runner.statistics
 
     @property
     def failed(self) -> bool:
@@ -128,8 +129,8 @@ class Engine:
 
         Texts in progress keep what was read with the old ones. Thread-safe; drop your reference to `params` afterwards.
         """
-        busy = self._core.scheduler.requests or self._core.runner.pending
-        self._core.params.update(params, in_use=bool(busy) or self._loop.threaded)
+        busy = self.core.scheduler.requests or self.core.runner.pending
+        self.core.params.update(params, in_use=bool(busy) or self._loop.threaded)
 
     def warm_up(self, show: Callable[[int, int], None] = lambda done, count: None, background: bool = False) -> None:
         """Compiles the programs for all prompt lengths, and the steps. Call it before `start`.
@@ -139,7 +140,7 @@ class Engine:
           beside: returns when a step and the programs for short prompts are compiled, and compiles the others in a
             thread after `start`. On a mesh it compiles all of them.
         """
-        warm_up(self._core, self._config, self._length, self._encodes, self._inputs.request, show, background)
+        warm_up(self.core, self._config, self._length, self._encodes, self._inputs.request, show, background)
 
     def check(self, grammar: Grammar) -> None:
         """Compiles a grammar, so that a request that has it is submitted at once; thread-safe.

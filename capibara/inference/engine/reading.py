@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Params, UserError
 from capibara.inference.engine.cache.batching import bucket
 from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs import programs
 from capibara.inference.engine.requests.adapters import Adapters
-from capibara.models.api import Model
+from capibara.models.api import Model, ReadBatch
 from capibara.sharding import Rules
 
 _CHUNK = 128  # tokens whose logits are in memory at once
@@ -72,18 +72,18 @@ class Reader:
         self._encodes, self._leads, self._adapters = model.encode is not None, leads, adapters
         plain, self._reading = model.plain, threading.Lock()
 
-        def hidden_of(params: Params, batch: Batch) -> jax.Array:
+        def hidden_of(params: Params, batch: ReadBatch) -> jax.Array:
             assert plain.read is not None, "the engine has checked it"
             rows, size = batch["tokens"].shape
             return plain.read(params, batch, plain.start_cache(rows, size), True)[0]
 
-        def embed(params: Params, batch: Batch, pooling: Pooling) -> jax.Array:
+        def embed(params: Params, batch: ReadBatch, pooling: Pooling) -> jax.Array:
             return pooled(hidden_of(params, batch).astype(jnp.float32), batch["counts"], pooling)
 
-        def score(params: Params, batch: Batch, likeliest: int) -> tuple[jax.Array, ...]:
+        def score(params: Params, batch: ReadBatch, likeliest: int) -> tuple[jax.Array, ...]:
             return _scores(plain, params, hidden_of(params, batch)[0], batch["tokens"][0], usable, likeliest)
 
-        mesh = None if params.current is None else programs.mesh_of(params.current)
+        mesh = programs.mesh_of(params.current)
         self._embed: Callable[..., jax.Array] = programs.on_mesh(mesh, rules, embed, static_argnums=2)
         self._score: Callable[..., tuple[jax.Array, ...]] = programs.on_mesh(mesh, rules, score, static_argnums=2)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
 _DIGITS = 9
@@ -36,7 +36,7 @@ def ids_of(prompt: str, vocabulary: Vocabulary) -> list[int]:
     return [*ids, vocabulary.eos_id]
 
 
-def encoder_entries(ids: Sequence[int], length: int, pad_id: int) -> Batch:
+def encoder_entries(ids: Sequence[int], length: int, pad_id: int) -> HostBatch:
     """The first `length` tokens as the encoder's entries of a batch with one row."""
     ids = ids[:length]
     return {

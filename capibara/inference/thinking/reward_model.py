@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from capibara import sharding
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, HostBatch, Params, UserError
 from capibara.data.chat.conversations import TrainOn, render_example
 from capibara.data.chat.formats import Conversation
 from capibara.data.chat.steps import StepsJsonlSource
@@ -36,7 +36,7 @@ def check_head(path: str, model: Model) -> None:
         )
 
 
-def make_answer_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, Batch], jax.Array]:
+def make_answer_scores(model: Model, plan: Plan | None, mesh: Mesh | None) -> Callable[[Params, HostBatch], jax.Array]:
     """A jitted function (params, batch) -> the score after each token, float32 [B, T], on all devices of the mesh."""
 
     def scores(params: Params, batch: Batch) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from capibara import sharding
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import Batch, HostBatch, Params, UserError
 from capibara.interop.experts import statistics
 from capibara.interop.experts.statistics import Statistics
 from capibara.models.api import Model, Stats, TransformerConfig, usage
@@ -43,7 +43,7 @@ def make_sums(model: Model, plan: Plan, mesh: Mesh, domains: int) -> Callable[[P
 def measure(
     model: Model,
     params: Params,
-    batches: Iterable[Batch],
+    batches: Iterable[HostBatch],
     plan: Plan,
     mesh: Mesh,
     *,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from capibara import __version__
+from capibara.core import tree
 from capibara.core.types import Params, UserError
 from capibara.interop import conversion, hub, open_model
 from capibara.interop import peft_runs as adapters
@@ -111,23 +112,23 @@ def rewired_params(
       params: its parameters.
       operation, use: as for `rewired`.
     """
-    layers = params["layers"]
-    mlp, numbers = layers["mlp"], config.module_layers.get("mlp", tuple(range(config.num_layers)))
+    layers = tree.branch(params, "layers")
+    mlp, numbers = tree.branch(layers, "mlp"), config.module_layers.get("mlp", tuple(range(config.num_layers)))
     rest = {} if operation.of_dense else {name: value for name, value in mlp.items() if name not in PARAMETERS}
     new: dict[str, list[np.ndarray]] = {}
     made_of: dict[int, list[list[int]]] = {}
     for index, layer in enumerate(numbers):
-        weights = {name: np.asarray(mlp[name][index], np.float32) for name in mlp if name in PARAMETERS}
+        weights = {name: np.asarray(tree.leaf(mlp, name)[index], np.float32) for name in mlp if name in PARAMETERS}
         if "router" in weights:
             weights["router"] = weights["router"].T
         of_layer = None if use is None else use.use(index, operation.domain or ALL)
         place = Place(config.moe, of_layer, np.random.default_rng([operation.seed, layer]))
         changed, made_of[layer] = operation.layer(weights, place)
         for name, value in changed.items():
-            dtype = mlp.get(name, mlp["up"]).dtype
+            dtype = tree.leaf(mlp, name if name in mlp else "up").dtype
             new.setdefault(name, []).append((value.T if name == "router" else value).astype(dtype))
-    layers = layers | {"mlp": rest | {name: np.stack(values) for name, values in new.items()}}
-    return params | {"layers": layers}, made_of
+    stacked: dict[str, Any] = {name: np.stack(values) for name, values in new.items()}
+    return {**params, "layers": {**layers, "mlp": {**rest, **stacked}}}, made_of
 
 
 def _statistics(operation: ExpertOperation, path: str | None) -> Statistics | None:

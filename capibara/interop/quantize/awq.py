@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.core import projections
-from capibara.core.types import Params
 from capibara.interop.quantize.grid import Grid
 from capibara.models.api import DecoderConfig
+
+Layer = Mapping[str, Mapping[str, np.ndarray]]
+"""The parameters of one layer on the host: part of the block -> name of the weight -> array."""
 
 _STEPS = 20  # number of exponents to try, from 0 to below 1
 _LEAST = 1e-4
@@ -52,7 +54,7 @@ def _loss(grid: Grid, weight_OI: jax.Array, scales_I: jax.Array, hessian_II: jax
     return jnp.sum((error @ hessian_II) * error)
 
 
-def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) -> Params:
+def fold(layer: Layer, config: DecoderConfig, name: str, scales_I: np.ndarray) -> Layer:
     """Scales a weight's inputs down where they are computed, and the weights that read them up.
 
     Args:
@@ -72,7 +74,7 @@ def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) 
         norm["scale"] = (norm["scale"] + offset) / scales_I - offset
         if "bias" in norm:
             norm["bias"] = norm["bias"] / scales_I
-        return layer | {part: weights, f"{part}_norm": norm}
+        return {**layer, part: weights, f"{part}_norm": norm}
     if last == "out":
         shape = weights["out"].shape[:2]  # heads, and their dimensions
         by_head = scales_I.reshape(shape)
@@ -84,10 +86,10 @@ def fold(layer: Params, config: DecoderConfig, name: str, scales_I: np.ndarray) 
     weights[maker] = weights[maker] / divisor
     if f"{maker}_bias" in weights:
         weights[f"{maker}_bias"] = weights[f"{maker}_bias"] / divisor
-    return layer | {part: weights}
+    return {**layer, part: weights}
 
 
-def foldable(config: DecoderConfig, layer: Params) -> dict[str, Any]:
+def foldable(config: DecoderConfig, layer: Layer) -> dict[str, Any]:
     """The names that `fold` accepts for a layer -> channels, as in `channel_scales`.
 
     The output of an activation without a gate cannot be scaled in advance.

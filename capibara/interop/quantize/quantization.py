@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from capibara.core import projections, tree
-from capibara.core.types import Params, UserError
+from capibara.core.types import HostBatch, Params, PyTree, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.interop.hf import tables
 from capibara.interop.hf.layout import tensors
@@ -245,10 +245,11 @@ class _Layers:
     def run(self, params: Params, show: Callable[[str, str], None]) -> tuple[dict[str, Packed], Params]:
         """The quantized weights by name, and the parameters with the other weights."""
         count = self._config.num_layers
-        self._check_finite(params | {"layers": {}})
-        xs = [np.asarray(self._begin(params, batch)) for batch in self._batches]
+        self._check_finite({**params, "layers": {}})
+        begin = cast(Callable[[Params, HostBatch], jax.Array], self._begin)
+        xs = [np.asarray(begin(params, batch)) for batch in self._batches]
         packed: dict[str, Packed] = {}
-        others: list[Params] = []
+        others: list[PyTree] = []
         for index in range(count):
             show("quantizing", f"layer {index + 1} of {count}")
             layer = jax.tree.map(lambda x: np.asarray(x[index], np.float32), params["layers"])
@@ -256,7 +257,7 @@ class _Layers:
             layer, of_layer, xs = self._layer(layer, xs, index)
             packed |= of_layer
             others.append(tree.map_with_names(lambda name, x: np.zeros(()) if _last(name) in _LETTERS else x, layer))
-        return packed, params | {"layers": jax.tree.map(lambda *of_layers: np.stack(of_layers), *others)}
+        return packed, {**params, "layers": jax.tree.map(lambda *of_layers: np.stack(of_layers), *others)}
 
     def _check_finite(self, params: Params, index: int = 0) -> None:
         for path, value in zip(tree.path_names(params), jax.tree.leaves(params), strict=True):
@@ -265,8 +266,8 @@ class _Layers:
             )
 
     def _layer(
-        self, layer: Params, xs: list[np.ndarray], index: int
-    ) -> tuple[Params, dict[str, Packed], list[np.ndarray]]:
+        self, layer: awq.Layer, xs: list[np.ndarray], index: int
+    ) -> tuple[awq.Layer, dict[str, Packed], list[np.ndarray]]:
         """A layer after quantization, its quantized weights, and the inputs of the next layer."""
         entry = index % len(self._config.layer_pattern)
         sums: dict[str, _Sums] = {}
@@ -285,7 +286,7 @@ class _Layers:
             after = [np.asarray(self._next_input(now, x, batch, entry)) for x, batch in zip(xs, self._batches)]
         return layer, {row.name.format(l=index): value for row, value in rounded.items()}, after
 
-    def _folded(self, layer: Params, sums: dict[str, _Sums]) -> Params:
+    def _folded(self, layer: awq.Layer, sums: dict[str, _Sums]) -> awq.Layer:
         """The layer with AWQ's scales folded into it; adjusts the sums of scaled inputs."""
         for name, channels in awq.foldable(self._config, layer).items():
             weights = [
@@ -297,7 +298,7 @@ class _Layers:
             item.products = item.products / np.outer(scales, scales)
         return layer
 
-    def _rounded(self, row: Tensor, layer: Params, sums: dict[str, _Sums]) -> Packed:
+    def _rounded(self, row: Tensor, layer: awq.Layer, sums: dict[str, _Sums]) -> Packed:
         """Quantizes the weight of a row of the table, which may be several of ours."""
         ours = dict(_projections(layer))
         names = [path.removeprefix("layers/") for path in row.ours]
@@ -358,7 +359,7 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _projections(layer: Params) -> Iterator[tuple[str, np.ndarray]]:
+def _projections(layer: awq.Layer) -> Iterator[tuple[str, np.ndarray]]:
     """The weights of a layer that are quantized, by their names in it."""
     for name, value in zip(tree.path_names(layer), jax.tree.leaves(layer), strict=True):
         if _last(name) in _LETTERS:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 
 from capibara.core import tree
 from capibara.core.projections import in_dims, stack_dims
-from capibara.core.types import Params, UserError
+from capibara.core.types import AxisNames, ParamAxes, Params, UserError
 from capibara.models.adapters import trainable_tokens
 from capibara.models.adapters.lora import SUFFIX, Lora, block_dim
 from capibara.models.layers.quantized_weights import Blocks
 
 
-def merge(params: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) -> Params:
+def merge(params: Params, lora: Lora | None, axes: ParamAxes, some: tree.LayersOf) -> Params:
     """The plain model's parameters in float32, with every adapter added to its weight.
 
     Args:
@@ -32,24 +32,24 @@ def merge(params: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) 
         if adapter is None:
             return weight
         if trainable_tokens.PART in adapter:
-            return trainable_tokens.replaced(weight, adapter[trainable_tokens.PART], lora.trainable_tokens)
+            return trainable_tokens.replaced(weight, tree.leaf(adapter, trainable_tokens.PART), lora.trainable_tokens)
         stacked, inputs = stack_dims(axes), in_dims(axes)
         weight = weight + _product(adapter, weight.shape, stacked, lora, name, some)
         if "magnitude" not in adapter:
             return weight
         dims = tuple(range(stacked, stacked + inputs))
         lengths = jnp.sqrt(jnp.sum(jnp.square(weight), dims))
-        return weight * jnp.expand_dims(adapter["magnitude"] / lengths, dims)
+        return weight * jnp.expand_dims(tree.leaf(adapter, "magnitude") / lengths, dims)
 
     return _over_weights(_as_arrays(params, axes, lora), axes, lora, merged)
 
 
-def base(params: Params, lora: Lora, axes: Params) -> Params:
+def base(params: Params, lora: Lora, axes: ParamAxes) -> Params:
     """The plain model's parameters in float32, without the adapters; arguments as in `merge`."""
     return _over_weights(_as_arrays(params, axes, lora), axes, lora, lambda name, weight, adapter, axes: weight)
 
 
-def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: Params, some: tree.LayersOf) -> Params:
+def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: ParamAxes, some: tree.LayersOf) -> Params:
     """Undoes `merge`, up to rounding.
 
     Args:
@@ -77,17 +77,18 @@ def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: Params, s
 
 
 def _over_weights(
-    params: Params, axes: Params, lora: Lora, change: Callable[..., jax.Array], prefix: str = ""
+    params: Params, axes: ParamAxes, lora: Lora, change: Callable[..., jax.Array], prefix: str = ""
 ) -> Params:
     """Maps each parameter to `one(name, weight, its adapter or None, its axes)`; leaves the adapters out."""
-    plain = {}
+    plain: dict[str, Params | jax.Array] = {}
     for key, value in params.items():
         if key.endswith(SUFFIX):
             continue
-        if isinstance(value, dict):
-            plain[key] = _over_weights(value, axes[key], lora, change, f"{prefix}{key}/")
+        if isinstance(value, Mapping):
+            plain[key] = _over_weights(value, tree.branch_axes(axes, key), lora, change, f"{prefix}{key}/")
         else:
-            of_weight = axes[key]["codes"] if isinstance(axes[key], dict) else axes[key]
+            quantized = isinstance(axes[key], Mapping)
+            of_weight = tree.axes(axes, key, "codes") if quantized else tree.axes(axes, key)
             plain[key] = change(prefix + key, value, whole(params, key, lora), of_weight)
     return plain
 
@@ -100,34 +101,49 @@ def whole(params: Params, key: str, lora: Lora) -> Params | None:
       key: the weight's key in `params`.
       lora: the configuration of all adapters.
     """
-    adapter = params.get(key + SUFFIX)
-    if adapter is None or "a" in adapter or trainable_tokens.PART in adapter:
+    if key + SUFFIX not in params:
+        return None
+    adapter = tree.branch(params, key + SUFFIX)
+    if "a" in adapter or trainable_tokens.PART in adapter:
         return adapter
     adapted = {name.removesuffix(SUFFIX) for name in params if name.endswith(SUFFIX)}
-    return adapter | {"a": params[lora.first_of(key, adapted) + SUFFIX]["a"]}
+    return {**adapter, "a": tree.leaf(params, lora.first_of(key, adapted) + SUFFIX, "a")}
 
 
-def _as_arrays(params: Params, axes: Params, lora: Lora) -> Params:
+def _as_arrays(params: Params, axes: ParamAxes, lora: Lora) -> Params:
     """The parameters as float32 arrays, quantized ones dequantized."""
-    if not isinstance(params, dict):
-        return params.astype(jnp.float32)
-    if "codes" in params:
-        means, steps = params.get("means"), params.get("steps")
-        blocks = Blocks(params["codes"], params["scales"], means, steps, lora.base_dtype, block_dim(axes["codes"]))
-        return blocks.astype(jnp.float32)
-    return {key: _as_arrays(value, axes[key], lora) for key, value in params.items()}
+    result: dict[str, Params | jax.Array] = {}
+    for key, value in params.items():
+        if not isinstance(value, Mapping):
+            result[key] = value.astype(jnp.float32)
+        elif "codes" in value:
+            result[key] = _dequantized(value, tree.axes(axes, key, "codes"), lora)
+        else:
+            result[key] = _as_arrays(value, tree.branch_axes(axes, key), lora)
+    return result
+
+
+def _dequantized(weight: Params, axes: AxisNames, lora: Lora) -> jax.Array:
+    codes, scales, means, steps = (
+        tree.leaf(weight, name) if name in weight else None for name in ("codes", "scales", "means", "steps")
+    )
+    assert codes is not None and scales is not None
+    return Blocks(codes, scales, means, steps, lora.base_dtype, block_dim(axes)).astype(jnp.float32)
 
 
 def _with_adapters(params: Params, adapters: Params) -> Params:
-    inner = {k: _with_adapters(v, adapters.get(k, {})) if isinstance(v, dict) else v for k, v in params.items()}
-    return inner | {k: v for k, v in adapters.items() if k.endswith(SUFFIX)}
+    result: dict[str, Params | jax.Array] = {}
+    for key, value in params.items():
+        inner = tree.branch(adapters, key) if key in adapters and isinstance(value, Mapping) else {}
+        result[key] = _with_adapters(value, inner) if isinstance(value, Mapping) else value
+    return result | {key: value for key, value in adapters.items() if key.endswith(SUFFIX)}
 
 
 def _product(
     adapter: Params, shape: tuple[int, ...], stacked: int, lora: Lora, name: str, some: tree.LayersOf
 ) -> jax.Array:
     """`scale * a b`, in the weight's shape."""
-    a, b = adapter["a"], adapter["b"]
+    a, b = tree.leaf(adapter, "a"), tree.leaf(adapter, "b")
     rank, count = a.shape[-1], math.prod(shape[:stacked])
     flat = jnp.einsum("lir,lro->lio", a.reshape(count, -1, rank), b.reshape(count, rank, -1))
     _, scales = lora.of_layers(name, tree.layer_numbers(name, some, shape[0]) if stacked else (0,))

@@ -19,9 +19,14 @@ from flax import nnx
 
 from capibara import sharding
 from capibara.core import tree
-from capibara.core.types import Params, UserError
+from capibara.core.types import ParamAxes, Params, PyTree, UserError
 from capibara.models.adapters.lora import SUFFIX, Lora, column_lengths
 from capibara.models.layers import layers
+
+Factors = Mapping[str, jax.Array]
+"""`a`, `b` and perhaps `gain` of one weight."""
+LayerFactors = Mapping[str, Mapping[str, Factors]]
+"""Those of one layer: part of the block -> name of the weight -> factors."""
 
 _END = f"{SUFFIX}/b"
 _PARTS = ("a", "b", "magnitude", "seed", "scale")
@@ -49,7 +54,7 @@ class BatchAdapters(NamedTuple):
       of_row: [B] int32, the number of each row's adapter, from 1; 0: no adapter.
     """
 
-    layers: tuple[Params, ...]
+    layers: tuple[LayerFactors, ...]
     of_row: jax.Array | np.ndarray
 
 
@@ -64,7 +69,7 @@ class PlainModel(Protocol):
     """The parts of a model without adapters (an api.Model) that are used here."""
 
     @property
-    def axes(self) -> Params: ...
+    def axes(self) -> ParamAxes: ...
 
     @property
     def abstract_params(self) -> Params: ...
@@ -114,7 +119,7 @@ def _check_shape(weight: str, shape: tuple[int, ...], adapter: Adapter) -> None:
 
 def stack_factors(
     adapters: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
-) -> tuple[Params, ...]:
+) -> tuple[LayerFactors, ...]:
     """Stacks the factors of all adapters, for each layer, on the host.
 
     Args:
@@ -125,7 +130,7 @@ def stack_factors(
     """
     each = [_factors(adapter) for adapter in adapters]
     names = sorted({name for factors in each for name in factors})
-    result: tuple[Params, ...] = tuple({} for _ in range(num_layers))
+    result: tuple[dict[str, Any], ...] = tuple({} for _ in range(num_layers))
     for name in names:
         first = next(factors[name] for factors in each if name in factors)
         inner, outer = first[0].shape[1:-1], first[1].shape[2:]
@@ -148,11 +153,11 @@ def stack_factors(
     return result
 
 
-def axes_of(model: PlainModel, layers: tuple[Params, ...]) -> tuple[Params, ...]:
+def axes_of(model: PlainModel, layers: tuple[LayerFactors, ...]) -> tuple[PyTree, ...]:
     """The logical axes of the result of `stack_factors`."""
 
-    def of_weight(part: str, last: str, factors: Params) -> dict[str, tuple[str | None, ...]]:
-        axes = model.axes["layers"][part][last][1:]
+    def of_weight(part: str, last: str, factors: Factors) -> dict[str, tuple[str | None, ...]]:
+        axes = tree.axes(model.axes, "layers", part, last)[1:]
         inputs = factors["a"].ndim - 2
         every = {"a": (*axes[:inputs], None, None), "b": (None, None, *axes[inputs:]), "gain": (None, *axes[inputs:])}
         return {name: every[name] for name in factors}
@@ -178,7 +183,7 @@ def attach(block: nnx.Module, adapters: BatchAdapters | None, layer: int) -> Non
 class _RowAdapters:
     """Stands in for an adapter: applies each row's own."""
 
-    def __init__(self, factors: Params, of_row: jax.Array | np.ndarray):
+    def __init__(self, factors: Factors, of_row: jax.Array | np.ndarray):
         self._factors, self._of_row = factors, jnp.asarray(of_row)
 
     def __call__(self, x: jax.Array, y: jax.Array, weight: Any) -> jax.Array:
@@ -237,7 +242,7 @@ def _factors(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
     return result
 
 
-def _flat(values: Params) -> dict[str, Any]:
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.models.adapters import lora, trainable_tokens, unmerged
 from capibara.models.architectures.heads_by_kind import HeadsByKind
-from capibara.models.architectures.registry import model_of
+from capibara.models.architectures.registry import ReadBatch, model_of
 from capibara.models.cache import dense, paged, streaming
 from capibara.models.layers import dropout, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
@@ -636,7 +636,7 @@ class Decoder(DecoderBase, Predicting):
         return [(0, first), (first, count)] if first else [(0, count)]
 
     def read(
-        self, values: Sequence[Params], batch: Batch, cache: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: ReadBatch, cache: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """The final hidden states [B, T, D] of the next `counts` tokens, and the updated cache.
 
@@ -650,7 +650,8 @@ class Decoder(DecoderBase, Predicting):
         """
         config = self.config
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
-        whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.real.astype(jnp.int32)}
+        real = now.real.astype(jnp.int32)
+        whole: dict[str, Any] = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": real}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
             # Later tokens attend to the prefix causally.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
@@ -693,7 +694,7 @@ class Decoder(DecoderBase, Predicting):
         return x, inputs
 
 
-def _inputs(batch: Batch, now: dense.PrefillInputs) -> jax.Array:
+def _inputs(batch: ReadBatch, now: dense.PrefillInputs) -> jax.Array:
     """[B, T], 1 at the tokens of the prefix."""
     inputs_B1 = jnp.asarray(batch.get("inputs", now.counts))[:, None]
     return (now.positions < jnp.minimum(inputs_B1, now.counts[:, None])).astype(jnp.int32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from capibara.core.types import Batch, Params, UserError
 from capibara.kernels.attention.dispatch import AttentionBackend
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.rotary import Pairs
-from capibara.models.architectures.registry import model_of
+from capibara.models.architectures.registry import ReadBatch, model_of
 from capibara.models.cache import dense
 from capibara.models.layers import dropout, embedding, layers, stack
 from capibara.models.layers.dropout import Dropout, Site
@@ -531,13 +532,15 @@ class EncoderDecoder(nnx.Module):
         }
 
     def read(
-        self, values: Sequence[Params], batch: Batch, cache: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: ReadBatch, cache: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """Like `Decoder.read`. The batch of a prefill also has the encoder's entries, which are encoded here."""
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
         encoded, segments = None, cache["encoder_segment_ids"]
         if is_prefill:
-            encoded = batch["encoded"] if "encoded" in batch else self.encode(batch, RematPolicy(), None)[0]
+            encoded = (
+                batch["encoded"] if "encoded" in batch else self.encode(cast(Batch, batch), RematPolicy(), None)[0]
+            )
             segments = jnp.asarray(batch["encoder_segment_ids"])
         angles = self.decoder.angles(now.positions)
         rows = Rows(now.real.astype(jnp.int32), angles, encoded=encoded, encoded_segments=segments)

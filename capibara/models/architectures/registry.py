@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, Required, TypedDict, TypeVar, runtime_checkable
 
 import jax
 from flax import nnx
 
 from capibara.core.types import Batch, Params, UserError
+from capibara.models.adapters.unmerged import BatchAdapters
 from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs
 from capibara.models.layers.stack import Stats
 from capibara.models.parts.config import TransformerConfig
 from capibara.sharding import RematPolicy
+
+
+class ReadBatch(TypedDict, total=False):
+    """The next tokens of the rows of a cache.
+
+    Attributes:
+      tokens: [B, T], padded at the right.
+      counts: [B], the real tokens of each row.
+      inputs: [B], of a prefill of a prefix LM: the length of the prefix; without it all tokens.
+      adapters: which adapter each row has; None: no row has one.
+      encoded: [B, S, D], the encoder's output; without it the encoder reads its entries of the batch.
+    """
+
+    tokens: Required[jax.Array]
+    counts: Required[jax.Array]
+    inputs: jax.Array
+    adapters: BatchAdapters | None
+    encoded: jax.Array
+    encoder_tokens: jax.Array
+    encoder_segment_ids: jax.Array
+    encoder_positions: jax.Array
 
 
 class ModelModule(Protocol):
@@ -47,7 +69,9 @@ class Generates(Protocol):
     ) -> Cache:
         """An empty cache."""
 
-    def read(self, values: Sequence[Params], batch: Batch, cache: Cache, is_prefill: bool) -> tuple[jax.Array, Cache]:
+    def read(
+        self, values: Sequence[Params], batch: ReadBatch, cache: Cache, is_prefill: bool
+    ) -> tuple[jax.Array, Cache]:
         """The final hidden states [B, T, D] of new tokens, and the updated cache."""
 
 

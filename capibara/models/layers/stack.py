@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
-from typing import Concatenate, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def _between(values: Params, start: int, stop: int) -> Params:
 
 def _of_span(values: Params, start: int, stop: int, layers: tree.LayersOf) -> Params:
     """The parameters of the modules of layers `start` to `stop`."""
-    result: Params = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         ranks = [rank for rank, n in enumerate(layers.get(name, range(stop))) if start <= n < stop]
         result |= _between({name: value}, ranks[0], ranks[-1] + 1) if ranks else {}
@@ -196,13 +196,13 @@ def run(
     frozen = any(isinstance(v, Frozen) for v in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
     scanned, unrolled = ([body_of(kind, in_scan) for kind in pattern] for in_scan in (loop is LayerLoop.SCAN, False))
     bodies = _Bodies(scanned, unrolled, loop, frozen, all_trained, _Places(some, start, stop, group))
-    values = values if per_layer is None else (per_layer, values)
+    each: PyTree = values if per_layer is None else (per_layer, values)
     if (shape := _active_pipeline(numbered, span is not None)) is None:
-        return _in_sequence(bodies, x, values, rows, count)
+        return _in_sequence(bodies, x, each, rows, count)
     _check_stages(count, group, shape)
     size = count // (shape.stages * shape.repeats)
     stage = lambda x, values, rows: _in_sequence(bodies, x, values, rows, size)  # noqa: E731
-    return pipeline.run(stage, x, rows, values, shape)
+    return pipeline.run(stage, x, rows, each, shape)
 
 
 class _Bodies(NamedTuple):
@@ -340,5 +340,5 @@ def _recomputed(body: _Body, remat: RematPolicy, *, in_scan: bool) -> _Body:
 def _as_state(template: nnx.State, values: Params) -> nnx.State:
     """The template's variables with these values, a pure nested dict of the same structure."""
     state = jax.tree.map(lambda v: v, template)
-    nnx.replace_by_pure_dict(state, values)
+    nnx.replace_by_pure_dict(state, dict(values))
     return state

@@ -96,8 +96,8 @@ class Agreement:
     def settle(
         self,
         combine: Combine,
-        agreed: Params,
-        sent: Params,
+        agreed: PyTree,
+        sent: PyTree,
         outer: PyTree,
         quality: jax.Array,
         number: jax.Array | int,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from capibara.strategies.consensus.settings import Settings
 from capibara.training.base.strategy import NodesPrograms
 
 
-def fragments(params: Params, count: int) -> list[list[int]]:
+def fragments(params: PyTree, count: int) -> list[list[int]]:
     """The indices of the leaves of each of `count` fragments, of sizes that are as alike as their order allows.
 
     Raises:
@@ -46,15 +46,15 @@ def fragments(params: Params, count: int) -> list[list[int]]:
     return result
 
 
-def parts_of(tree: PyTree, where: Sequence[Sequence[int]]) -> list[list[Any]]:
-    """The leaves of each fragment of a tree like the parameters."""
+def parts_of(tree: PyTree, where: Sequence[Sequence[int]]) -> list[Params]:
+    """The leaves of each fragment of a tree like the parameters: a list, which rounds take as they take other trees."""
     leaves = jax.tree.leaves(tree)
-    return [[leaves[index] for index in indices] for indices in where]
+    return [cast(Params, [leaves[index] for index in indices]) for indices in where]
 
 
 def sent_bytes(params: Params, count: int, rounds: jax.Array) -> jax.Array:
     """What a node with a part in each of so many rounds of `count` fragments has sent in them, as float32 arrays, float32."""
-    sizes = [4 * sum(x.size for x in part) for part in parts_of(params, fragments(params, count))]
+    sizes = [4 * sum(x.size for x in jax.tree.leaves(part)) for part in parts_of(params, fragments(params, count))]
     so_far = jnp.array(np.cumsum([0, *sizes])[:-1], jnp.float32)
     return (rounds // count).astype(jnp.float32) * float(sum(sizes)) + so_far[rounds % count]
 
@@ -85,7 +85,7 @@ def meeting_in_turn(
                 new,
                 params=_with(retained, where[turn], new.params),
                 outer=tuple(new.outer if at == turn else outer for at, outer in enumerate(state.outer)),
-                lost=None if state.lost is None else _with(state.lost, where[turn], jax.tree.leaves(new.lost)),
+                lost=None if state.lost is None else _with(state.lost, where[turn], new.lost),
             )
             return _with(agreed, where[turn], part), together
 
@@ -98,9 +98,9 @@ def meeting_in_turn(
     return meet
 
 
-def _with(tree: PyTree, indices: Sequence[int], new: Sequence[Any]) -> PyTree:
+def _with(tree: PyTree, indices: Sequence[int], new: PyTree) -> PyTree:
     """A tree in which some leaves are others."""
     leaves, structure = jax.tree.flatten(tree)
-    for index, leaf in zip(indices, new, strict=True):
+    for index, leaf in zip(indices, jax.tree.leaves(new), strict=True):
         leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from capibara import sharding
-from capibara.core.types import Batch, Params, UserError
+from capibara.core.types import HostBatch, Params, UserError
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.seeds import draw_seed
 from capibara.models.api import Model
@@ -110,7 +110,7 @@ class TeacherBatches(BatchProvider):
         drawn, self._drawn = self._drawn, []
         return {"on_policy": sum(drawn) / len(drawn)} if drawn else {}
 
-    def _with_teacher(self, rows: Batch) -> dict[str, jax.Array]:
+    def _with_teacher(self, rows: HostBatch) -> dict[str, jax.Array]:
         """The global batch with the teacher's log-probabilities."""
         if self._stored is not None:
             return sharding.global_batch(self._run.batch_sharding, self._stored.filled(rows))
@@ -123,7 +123,7 @@ class TeacherBatches(BatchProvider):
         share = draw_seed(self._run.seed, step, "on_policy") / 2**32
         return self._student if share < self._options.on_policy else self._teacher
 
-    def _with_drawn_answers(self, generator: Generator, rows: Batch, step: int) -> dict[str, np.ndarray]:
+    def _with_drawn_answers(self, generator: Generator, rows: HostBatch, step: int) -> dict[str, np.ndarray]:
         """This process's rows with answers that are drawn in the place of those given."""
         first = self._first_row(len(rows["tokens"]))
         prompts = [Prompt(first + row, 0, ids) for row, ids in _prompts(rows)]
@@ -153,7 +153,7 @@ class TeacherBatches(BatchProvider):
         return sharding.host_shards(self._run.mesh, self._run.plan.rules)[jax.process_index()] * rows
 
 
-def _prompts(rows: Batch) -> list[tuple[int, list[int]]]:
+def _prompts(rows: HostBatch) -> list[tuple[int, list[int]]]:
     """Rows, and their tokens up to the first with loss."""
     pairs = []
     for row, weights_T in enumerate(rows["weights"]):

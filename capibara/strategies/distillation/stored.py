@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from capibara.core import fields, limits
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.dataset import Dataset
 from capibara.storage import outputs, partial
 
@@ -81,7 +81,7 @@ class StoredLogProbs:
             )
 
 
-def documents_of(batch: Batch) -> Iterator[tuple[int, np.ndarray, int]]:
+def documents_of(batch: HostBatch) -> Iterator[tuple[int, np.ndarray, int]]:
     """The row, the positions with loss and the fingerprint of each document of a batch that has any."""
     for row, segments_T in enumerate(batch["segment_ids"]):
         for segment in range(1, int(segments_T.max(initial=0)) + 1):
@@ -97,7 +97,7 @@ def documents_of(batch: Batch) -> Iterator[tuple[int, np.ndarray, int]]:
 
 
 def write(
-    folder: str, manifest: StoredLogProbs, batches: Iterable[tuple[Batch, np.ndarray, np.ndarray]]
+    folder: str, manifest: StoredLogProbs, batches: Iterable[tuple[HostBatch, np.ndarray, np.ndarray]]
 ) -> StoredLogProbs:
     """Writes a new folder, whole or not at all.
 
@@ -156,7 +156,7 @@ class StoredReader:
                 f"Distillation.stored ({folder!r}) is incomplete ({limits.cause(error)}): prepare it again"
             ) from None
 
-    def filled(self, batch: Batch) -> dict[str, np.ndarray]:
+    def filled(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """This process's rows with `teacher_log_p` and `teacher_ids`, [B, T, K].
 
         Raises:

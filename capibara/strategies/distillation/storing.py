@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from capibara import sharding
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.models import api
 from capibara.strategies.distillation.loss import Distillation
 from capibara.strategies.distillation.stored import StoredLogProbs, write
@@ -54,7 +54,7 @@ def store(
         top_k=loss.top_k,
     )  # fmt: skip
 
-    def batches() -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
+    def batches() -> Iterator[tuple[HostBatch, np.ndarray, np.ndarray]]:
         for split in ("train", "validation") if trainer.evaluation.every else ("train",):
             run = dataclasses.replace(trainer, dataset=dataset)
             with contextlib.closing(open_loader(run, mesh, split, plan.batch_size, epochs=1)) as loader:

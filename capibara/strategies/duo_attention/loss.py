@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from capibara import sharding
 from capibara.config import configurable
-from capibara.core.types import Batch, Params, UserError
+from capibara.core import tree
+from capibara.core.types import Batch, HostBatch, Params, UserError
 from capibara.data.dataset import Dataset, Kind
 from capibara.models import api
 from capibara.models.api import GATES, Model, Stats, TransformerConfig
@@ -91,7 +92,7 @@ class DuoAttention(Loss):
                 difference_BTD = got_BTD.astype(jnp.float32) - jax.lax.stop_gradient(want_BTD).astype(jnp.float32)
                 distance = jnp.sum(jnp.mean(jnp.square(difference_BTD), axis=-1) * batch["weights"])
                 tokens = jnp.sum(batch["weights"])
-                retrieval = jnp.mean(api.bounded(params[GATES].astype(jnp.float32))) * tokens
+                retrieval = jnp.mean(api.bounded(tree.leaf(params, GATES).astype(jnp.float32))) * tokens
                 loss = distance + self.gate_weight * retrieval
             values = {"loss": loss, "distance": distance, "retrieval": retrieval}
             return loss, jax.lax.stop_gradient(Totals(values, tokens, tokens)), stats
@@ -116,13 +117,13 @@ class PasskeyBatches(LoaderBatches):
 
     def __init__(self, run: RunParts, objective: Objective, passkeys: Passkeys):
         @contextlib.contextmanager
-        def validation() -> Iterator[Iterator[Batch]]:
+        def validation() -> Iterator[Iterator[HostBatch]]:
             with run.validation() as batches:
                 yield map(passkeys.rows, batches)
 
         super().__init__(dataclasses.replace(run, validation=validation), objective)
         self._passkeys = passkeys
 
-    def on_host(self, step: int, batch: Batch) -> Batch:
+    def on_host(self, step: int, batch: HostBatch) -> HostBatch:
         del step
         return self._passkeys.rows(batch)

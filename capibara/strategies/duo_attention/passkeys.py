@@ -8,7 +8,7 @@ import zlib
 
 import numpy as np
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
 
 _WORDS = (
@@ -49,7 +49,7 @@ class Passkeys:
                 f"set {name} = {need}, or fewer words"
             )
 
-    def rows(self, batch: Batch) -> dict[str, np.ndarray]:
+    def rows(self, batch: HostBatch) -> dict[str, np.ndarray]:
         """The batch (numpy arrays [rows, T]) with passkeys in each row that has tokens; weights are 1 where an answer follows."""
         result = {name: np.array(value) for name, value in batch.items()}
         for row, segments_T in enumerate(result["segment_ids"]):

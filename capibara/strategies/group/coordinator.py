@@ -372,7 +372,7 @@ class _Coordination:
         if config.privacy is not None:
             combine = _private(combine, config.privacy, config.num_nodes)
             report["epsilon"] = config.privacy.epsilon(number)
-        result = config.settle(combine, dict(standing.model), sent, outer, quality, number, expected)
+        result = config.settle(combine, standing.model, sent, outer, quality, number, expected)
         accepted = [name for name, has_part in zip(names, np.asarray(result.accepted), strict=True) if has_part]
         report["score"] = float(result.score)
         for at, name in enumerate(names):

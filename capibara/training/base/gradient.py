@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from capibara.core.types import Batch, Params, PyTree
 from capibara.models.api import Stats
 from capibara.objectives.base import Metrics, Objective
 from capibara.sharding import Plan
+
+_Sum = TypeVar("_Sum")
 
 # (trained parameters, frozen ones, batch, step, scale of the loss or None) -> (the mean gradient, the objective's sums, the
 # layers' statistics, metrics).
@@ -57,8 +60,8 @@ def _differentiated(objective: Objective, plan: Plan) -> Callable[..., tuple[jax
 
 
 def accumulate(
-    grad: Callable[[Params, Batch], tuple[Params, PyTree]], params: Params, batch: Batch, micro_batches: int
-) -> tuple[Params, PyTree]:
+    grad: Callable[[Params, Batch], tuple[_Sum, PyTree]], params: Params, batch: Batch, micro_batches: int
+) -> tuple[_Sum, PyTree]:
     """Sums gradients and losses over micro-batches, so that every real token has the same weight.
 
     Row r is in micro-batch r % micro_batches, so that rows stay on their devices.
@@ -67,7 +70,7 @@ def accumulate(
         return grad(params, batch)
     split = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, micro_batches, *x.shape[1:]), 1, 0), dict(batch))
 
-    def add(total: tuple[Params, PyTree], micro: Mapping[str, jax.Array]) -> tuple[tuple[Params, PyTree], None]:
+    def add(total: tuple[_Sum, PyTree], micro: Batch) -> tuple[tuple[_Sum, PyTree], None]:
         return jax.tree.map(jnp.add, total, grad(params, micro)), None
 
     zeros = jax.tree.map(

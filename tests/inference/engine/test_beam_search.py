@@ -160,7 +160,7 @@ def test_other_processes_search_for_the_same():
     leader.lead(sent.append)
     results(leader, BEAMS, PROMPTS[:2])
     follower.follow(json.loads(json.dumps(sent)))
-    assert follower._core.runner.checksum.value == leader._core.runner.checksum.value != 0
+    assert follower.core.runner.checksum.value == leader.core.runner.checksum.value != 0
 
 
 def test_one_that_nobody_wants_is_not_searched_for():

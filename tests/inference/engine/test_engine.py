@@ -91,7 +91,7 @@ def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
         found[most], steps[most] = [(r.tokens, r.text, r.finish) for r in results], one.statistics.steps
         named = [[piece.likeliest[0][0] for piece in r.pieces if piece.likeliest] for r in results]
         assert named[0] == alone()[0]  # greedy: the likeliest of each
-        assert one._core.runner._programs.step._cache_size() <= 2  # however many tokens: with and without likeliest
+        assert one.core.runner.programs.step._cache_size() <= 2  # however many tokens: with and without likeliest
     assert found[1] == found[8]
     assert [tokens for tokens, _, _ in found[8][:7]] == alone()
     assert [finish for *_, finish in found[8][7:]] == ["stop", "stop"]
@@ -101,10 +101,8 @@ def test_texts_do_not_depend_on_how_many_tokens_a_program_gives(pool):
 def test_a_program_gives_no_row_more_than_its_last_token():
     one = engine(decode_steps=8)
     given = []
-    step = one._core.runner._programs.step
-    one._core.runner._programs = one._core.runner._programs._replace(
-        step=lambda *a: given.append(int(a[4])) or step(*a)
-    )
+    step = one.core.runner.programs.step
+    one.core.runner.programs = one.core.runner.programs._replace(step=lambda *a: given.append(int(a[4])) or step(*a))
     long = one.submit("a" * (LENGTH - 14), dataclasses.replace(GREEDY, max_new_tokens=30))  # its slot ends first
     short = one.submit("b", dataclasses.replace(GREEDY, max_new_tokens=6))
     assert len(short.result().tokens) == 6
@@ -125,14 +123,14 @@ def test_what_is_done_together_does_not_depend_on_the_clock_unless_somebody_read
 
     def counts(streaming):
         one = engine(slots=2)
-        step, one._core.schedule.streaming = one._core.runner._programs.step, streaming
+        step, one.core.schedule.streaming = one.core.runner.programs.step, streaming
 
         def slowly(*args):
             given.append(int(args[4]))
             now_s[0] += 0.06 * given[-1]
             return step(*args)
 
-        one._core.runner._programs = one._core.runner._programs._replace(step=slowly)
+        one.core.runner.programs = one.core.runner.programs._replace(step=slowly)
         given.clear()
         texts = [
             one.submit(p, dataclasses.replace(GREEDY, max_new_tokens=n)) for p, n in (("a", 14), ("b", 9), ("c", 5))
@@ -150,32 +148,30 @@ def test_weights_are_not_converted_in_front_of_the_steps():
     model = api.build(dataclasses.replace(MODEL.config, dtype="bfloat16"))
     one = Engine(model, params(), VOCABULARY, LENGTH, EngineConfig(slots=1, decode_steps=4))
     given = (
-        one._core.params.current,
-        one._core.runner._state,
-        one._core.runner._settings,
+        one.core.params.current,
+        one.core.runner.state,
+        one.core.runner.settings,
         next_tokens([], 1, 384)[0],
         np.int32(1),
         None,
         0,
     )
-    memory = one._core.runner._programs.step.lower(*given).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(one._core.params.current))
+    memory = one.core.runner.programs.step.lower(*given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < sum(x.nbytes for x in jax.tree.leaves(one.core.params.current))
 
 
 def test_a_row_waits_for_no_more_than_one_token_while_a_prompt_is_read():
     one = engine(slots=2, decode_steps=8, prefill_tokens=32)
     given = []
-    step = one._core.runner._programs.step
-    one._core.runner._programs = one._core.runner._programs._replace(
-        step=lambda *a: given.append(int(a[4])) or step(*a)
-    )
+    step = one.core.runner.programs.step
+    one.core.runner.programs = one.core.runner.programs._replace(step=lambda *a: given.append(int(a[4])) or step(*a))
     one.submit("x", dataclasses.replace(GREEDY, max_new_tokens=40))
     one.step()
     one.step()
     assert given == [8, 8]
     one.submit("y" * 60, GREEDY)  # two parts
     one.step()
-    assert given == [8, 8, 1] and one._core.prefill.pending
+    assert given == [8, 8, 1] and one.core.prefill.pending
     one.run()
     assert max(given[3:]) == 8
 
@@ -342,8 +338,8 @@ def test_what_was_read_beyond_an_end_is_taken_back(read, end, one_by_one):
     tokens = plain.submit(prompt, drawn).result().tokens
     assert tokens[end] not in tokens[:end]
     if one_by_one:  # up to the end, which nobody has seen when eight more are asked for
-        most, counts = one._core.schedule.tokens, itertools.chain([1] * end, itertools.repeat(8))
-        one._core.schedule.tokens = lambda requests, allowed: min(most(requests, allowed), next(counts))
+        most, counts = one.core.schedule.tokens, itertools.chain([1] * end, itertools.repeat(8))
+        one.core.schedule.tokens = lambda requests, allowed: min(most(requests, allowed), next(counts))
     assert one.submit(prompt, drawn, ends=tokens[end : end + 1]).result().tokens == tokens[:end]
     turn = [*prompt, *tokens[:end], 70, 71]
     found, want = one.submit(turn, GREEDY).result(), plain.submit(turn, GREEDY).result()

@@ -115,7 +115,7 @@ def test_greedy_texts_are_those_of_one_device(name, config, sizes):
     one, found = texts(name, sizes, **config)
     assert found == (texts(name, **config)[1] if "cache_dtype" in config else of_one_device(name))
     rows, heads = sizes.get("data", 1) * sizes["fsdp"], sizes.get("tensor", 1)
-    for layer in one._core.runner._state["cache"]["layers"]:
+    for layer in one.core.runner.state["cache"]["layers"]:
         key = layer.get("key", layer.get("key_pages"))
         own = key.sharding.shard_shape(key.shape)
         assert own[1] == key.shape[1] // heads

@@ -130,8 +130,8 @@ def test_a_prompt_is_continued_from_its_end_alone():
 
 def test_an_engine_without_these_drafts_has_no_modules():
     plain = engine()
-    assert "mtp" not in plain._core.params.current
-    assert len(plain._core.runner._state["cache"]["layers"]) == CONFIG.num_layers
+    assert "mtp" not in plain.core.params.current
+    assert len(plain.core.runner.state["cache"]["layers"]) == CONFIG.num_layers
     plain.update(trained())
     assert texts(plain) == without_drafts()
 

@@ -108,9 +108,9 @@ def plant(one, names, concerns, lost=True, error=jax.errors.JaxRuntimeError):
             real(*args)
         raise error("INTERNAL: planted")
 
-    compiled = one._core.runner._programs
+    compiled = one.core.runner.programs
     compiled = compiled._replace(**{name: functools.partial(planted, getattr(compiled, name)) for name in names})
-    one._core.runner._programs = one._core.prefill._programs = compiled
+    one.core.runner.programs = one.core.prefill.programs = compiled
 
 
 def check(one, kind, wrong=(WRONG,), error=jax.errors.JaxRuntimeError, good=GOOD):
@@ -129,7 +129,7 @@ def check(one, kind, wrong=(WRONG,), error=jax.errors.JaxRuntimeError, good=GOOD
         assert found.tokens == want.tokens == [part.token for part in parts if part.token is not None]
         assert (found.text, found.finish, found.prompt_tokens) == (want.text, want.finish, want.prompt_tokens)
         assert "".join(part.text for part in parts) == want.text
-    assert one.load == (0, 0) and one.pages[1] == 0 and not one.failed and not one._core.scheduler.lone
+    assert one.load == (0, 0) and one.pages[1] == 0 and not one.failed and not one.core.scheduler.lone
 
 
 QUICK = [("rows", "decode"), ("prefixes", "a later decode"), ("pages", "decode"), ("guesses", "a later decode")]
@@ -282,7 +282,7 @@ def test_an_engine_ends_only_after_its_devices_fail_again_and_again(names):
     one = engine()
     if names == ("start",):
         plant(one, ("step",), lambda *_: True)
-        one._core.runner._start = functools.partial(pytest.fail, "planted", pytrace=False)
+        one.core.runner._start = functools.partial(pytest.fail, "planted", pytrace=False)
     plant(one, ("step",) if names == ("start",) else names, lambda *_: True)
     one.start()
     for _ in range(3):

@@ -81,7 +81,7 @@ def plant(monkeypatch, engine, where):
         monkeypatch.setattr(owner, name, planted)
         return
     name, concerns = PROGRAMS[where]
-    compiled = engine._core.runner._programs
+    compiled = engine.core.runner.programs
 
     def failing(*args):
         done = getattr(compiled, name)(*args)
@@ -89,7 +89,7 @@ def plant(monkeypatch, engine, where):
             raise FloatingPointError("planted")
         return done
 
-    for owner in (engine._core.runner, engine._core.prefill):
+    for owner in (engine.core.runner, engine.core.prefill):
         monkeypatch.setattr(owner, "_programs", compiled._replace(**{name: failing}))
 
 

@@ -129,7 +129,7 @@ def test_streaming_heads_keep_sinks_and_a_ring():
             engine = Engine(
                 api.build(config), params(), VOCABULARY, LENGTH, EngineConfig(slots=2, prefix_cache_mib=0, **batching)
             )
-            engines[name] = engine._core.runner._state["cache"]["layers"]
+            engines[name] = engine.core.runner.state["cache"]["layers"]
         of_token, spare = 2 * 8 * 4, EngineConfig(prefix_cache_mib=0).spare  # a head's key and value of 8 float32
         whole = tree.byte_count(engines["all"]) // 12
         ring = 2 * (3 + 6 + spare) * of_token

@@ -24,14 +24,19 @@ class ServedParams:
       serving: copies parameters into the layout that programs read.
       current: such a copy.
 
-    Attributes:
-      current: the copy in use; None: it was dropped to make room for the next one.
     """
 
     def __init__(self, serving: Callable[[Params], Params], current: Params):
-        self._serving, self.current = serving, current
+        self._serving = serving
+        self._current: Params | None = current
         self._updated: Params | None = None
         self._taking = threading.Lock()
+
+    @property
+    def current(self) -> Params:
+        """The copy in use."""
+        assert self._current is not None, "a step runs after the new parameters are there"
+        return self._current
 
     def update(self, params: Params, in_use: bool) -> None:
         """Makes a copy for the next step; recompiles nothing. Thread-safe.
@@ -39,7 +44,7 @@ class ServedParams:
         `in_use`: whether the current copy may be read meanwhile, so that both need to fit.
         """
         if not in_use:
-            self.current = None
+            self._current = None  # makes room for the next one
         updated = self._serving(params)
         with self._taking:
             self._updated = updated
@@ -49,7 +54,7 @@ class ServedParams:
         with self._taking:
             updated, self._updated = self._updated, None
         if updated is not None:
-            self.current = updated
+            self._current = updated
         return updated is not None
 
 

@@ -18,7 +18,7 @@ from capibara.core.types import Params, PyTree
 from capibara.inference.engine.programs.speculative import draft
 from capibara.inference.sampling.sampler import History, Settings, choose, log_probability
 from capibara.kernels.slots import put, take
-from capibara.models.api import BatchAdapters, Cache, Model, mtp, paged, put_rows, selection
+from capibara.models.api import BatchAdapters, Cache, Model, ReadBatch, mtp, paged, put_rows, selection
 
 _WORD_BITS = 32
 State = dict[str, Any]
@@ -156,10 +156,10 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         model.start_cache, dtype=sizes.dtype, encoder_length=sizes.encoder_length, spare=sizes.spare
     )
 
-    def prefill(params: Params, batch: dict) -> tuple[jax.Array, Cache]:
+    def prefill(params: Params, batch: ReadBatch) -> tuple[jax.Array, Cache]:
         return model.prefill(params, batch, empty(*batch["tokens"].shape))
 
-    def resume(params: Params, batch: dict, row: Cache, positions: int) -> tuple[jax.Array, Cache]:
+    def resume(params: Params, batch: ReadBatch, row: Cache, positions: int) -> tuple[jax.Array, Cache]:
         return model.resume(params, batch, put_rows(empty(1, positions), row, jnp.int32(0)))
 
     def admit(
@@ -225,7 +225,7 @@ def _replicated(mesh: Mesh | None, sampled: SampledTokens) -> SampledTokens:
 
 
 def _read(
-    model: Model, params: Params, state: State, batch: dict, slot_1: Array, length_1: Array, table_1M: Array
+    model: Model, params: Params, state: State, batch: ReadBatch, slot_1: Array, length_1: Array, table_1M: Array
 ) -> tuple[Array, State]:
     # Its length is known here alone: a step of all slots writes a token behind the row's, which is overwritten.
     row = selection.select(state["cache"], slot_1) | {"lengths": length_1}
@@ -438,7 +438,7 @@ def _verify(
     if model.ahead is not None:
         guesses = draft(model, params, row_state["tokens"], cache, T - 1, usable)
     given_BT = jnp.concatenate([row_state["tokens"][:, None], guesses], axis=1)
-    read = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
+    read: ReadBatch = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
     logits_BTV, hidden_BTD, cache = model.extend(params, read, cache)
     histories = [row_state["history"]]
     for before in range(T - 1):

@@ -45,7 +45,7 @@ class Adapters:
                 unmerged.check(model, adapter)
             except UserError as error:
                 raise UserError(f"adapter {adapter.name!r}: {error}") from None
-        self._layers: tuple[Params, ...] = ()
+        self._layers: tuple[unmerged.LayerFactors, ...] = ()
         if adapters:
             gain, weights = programs.on_mesh(mesh, rules, unmerged.gain), dict(_named(params))
             gains = [

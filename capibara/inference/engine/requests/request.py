@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from capibara.core.types import Batch, UserError
+from capibara.core.types import HostBatch, UserError
 from capibara.data.tokenizers import model_rows
 from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
@@ -66,7 +66,7 @@ class Request:
         limit: int,
         ends: Sequence[int],
         likeliest: int = 0,
-        encoder: Batch | None = None,
+        encoder: HostBatch | None = None,
         names: Mapping[int, str] | None = None,
         submission: Submission,
         adapter: int = 0,

@@ -62,6 +62,10 @@ class DecodeRunner:
       compiler: compiles programs while others run.
 
     Attributes:
+      programs: as given.
+      state: the newest; None: a program failed that had it.
+      settings: of the slots, on the host.
+      sizes: numbers of rows, besides all slots, whose steps are compiled.
       ahead: tokens per row in the last decode program.
       checksum: of all received tokens.
       statistics: of requested tokens.
@@ -79,14 +83,14 @@ class DecodeRunner:
         schedule: DecodeSchedule,
         compiler: Compiler,
     ):
-        self._programs, self._start, self._schedule = programs, start, schedule
-        self._state: State | None = state
+        self.programs, self._start, self._schedule = programs, start, schedule
+        self.state: State | None = state
         self._shapes, self._compiler = jax.tree.map(shape_of, state), compiler
         self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
         self._pages, self._adapters = pages, adapters
-        self._settings, self._adapter_numbers = _idle(config.slots)
+        self.settings, self._adapter_numbers = _idle(config.slots)
         self._pending: deque[Pending] = deque()
-        self._sizes: Sequence[int] = ()  # numbers of rows, besides all slots, whose programs are compiled
+        self.sizes: Sequence[int] = ()
         self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
 
     @property
@@ -107,38 +111,38 @@ class DecodeRunner:
         self._set(slot, GREEDY, 0)
 
     def _set(self, slot: int, settings: Settings, adapter: int) -> None:
-        self._settings = Settings(*map(lambda old, new: with_row(old, slot, new), self._settings, settings))
+        self.settings = Settings(*map(lambda old, new: with_row(old, slot, new), self.settings, settings))
         self._adapter_numbers[slot] = adapter
 
     def row(self, slot: int, positions: int) -> Cache | None:
         """A copy of the first positions of a slot's keys and values; None while its program is compiled."""
         if not self._compiler.is_compiled(row_task(self, positions)):
             return None
-        return self._programs.row(self._slots_state, np.int32(slot), self._table, positions)
+        return self.programs.row(self._slots_state, np.int32(slot), self.table, positions)
 
     def restart(self) -> None:
         """Discards the state of all slots and all tokens to receive, after a program has failed."""
         self._pending.clear()
-        self._settings, self._adapter_numbers = _idle(self._slots)
-        self._state, self.ahead = None, 0
+        self.settings, self._adapter_numbers = _idle(self._slots)
+        self.state, self.ahead = None, 0
 
     @property
     def _slots_state(self) -> State:
         """The state, made anew if it was discarded."""
-        if self._state is None:
-            self._state = self._start()
-        return self._state
+        if self.state is None:
+            self.state = self._start()
+        return self.state
 
     def admit(self, prefilled: Prefilled) -> list[Request]:
         """Moves a row that was read into its slot, and requests a token."""
         request, slot = prefilled.request, prefilled.request.slot
         assert slot is not None, "it was assigned one"
-        settings = Settings(*(x[slot : slot + 1] for x in self._settings))
+        settings = Settings(*(x[slot : slot + 1] for x in self.settings))
         next_, alternatives = next_tokens([(0, request)], 1, self._vocab_size)
         history = history_of(request, self._vocab_size)
         with program_of(prefilled.group):
-            self._state, sampled = self._programs.admit(
-                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, next_, history, self._table,
+            self.state, sampled = self.programs.admit(
+                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, next_, history, self.table,
                 alternatives,
             )  # fmt: skip
         request.written = True
@@ -148,25 +152,25 @@ class DecodeRunner:
         """Copies the row of a cached prefix into a request's slot, where the rest of its prompt is read."""
         with program_of([request]):
             row = jax.device_put(row, self._slots_state["tokens"].sharding)  # as the rows that it was compiled for
-            self._state = self._programs.put(self._slots_state, row, np.array(request.slot, np.int32), self._table)
+            self.state = self.programs.put(self._slots_state, row, np.array(request.slot, np.int32), self.table)
 
     def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
         """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""
         slot, known = np.array([request.slot], np.int32), np.array([length], np.int32)
         with program_of([request]):
             table = StepRows(slot, (), 1).table(self._pages)
-            logits, self._state = self._programs.read(params, self._slots_state, batch, slot, known, table)
+            logits, self.state = self.programs.read(params, self._slots_state, batch, slot, known, table)
         return logits
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
-        rows = rows_of(active, self._slots, self._sizes)
+        rows = rows_of(active, self._slots, self.sizes)
         next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
         self.ahead, at_s = count, time.monotonic()
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._programs.step(
-                params, self._slots_state, Settings(*map(rows.of, self._settings)), next_, np.int32(count), rows.table(self._pages),
+            self.state, sampled = self.programs.step(
+                params, self._slots_state, Settings(*map(rows.of, self.settings)), next_, np.int32(count), rows.table(self._pages),
                 alternatives, self._batch_adapters_of(rows), rows.slots,
             )  # fmt: skip
         self.statistics.steps += 1
@@ -179,7 +183,7 @@ class DecodeRunner:
 
         Waits for the devices, to know how many these are.
         """
-        rows = rows_of(active, self._slots, self._sizes)
+        rows = rows_of(active, self._slots, self.sizes)
         next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
         guessed = np.zeros((rows.size, self._draft_tokens), np.int32)
         counts = np.zeros(rows.size, np.int32)
@@ -187,7 +191,7 @@ class DecodeRunner:
             counts[row], guessed[row, : len(guesses[slot])] = len(guesses[slot]), guesses[slot]
         group = [request for _, request in active]
         with program_of(group):
-            self._state, sampled = self._verify(params, rows, next_, guessed, counts, alternatives)
+            self.state, sampled = self._verify(params, rows, next_, guessed, counts, alternatives)
             held = jax.device_get(sampled.counts)
         self.statistics.steps += 1
         self.statistics.drafted += int(counts.sum())
@@ -217,8 +221,8 @@ class DecodeRunner:
         alternatives: int,
     ) -> tuple[State, SampledTokens]:  # fmt: skip
         """Runs the program that verifies guesses [R, draft tokens] of these rows, of which `counts` [R] are given."""
-        return self._programs.verify(
-            params, self._slots_state, Settings(*map(rows.of, self._settings)), next_, guesses, counts, rows.table(self._pages),
+        return self.programs.verify(
+            params, self._slots_state, Settings(*map(rows.of, self.settings)), next_, guesses, counts, rows.table(self._pages),
             alternatives, self._batch_adapters_of(rows), rows.slots,
         )  # fmt: skip
 
@@ -242,7 +246,7 @@ class DecodeRunner:
         return self._adapters.of(rows.of(np.array(self._adapter_numbers, np.int32)).tolist())
 
     @property
-    def _table(self) -> np.ndarray | None:
+    def table(self) -> np.ndarray | None:
         return None if self._pages is None else self._pages.table
 
 
@@ -256,8 +260,8 @@ def compile_step(runner: DecodeRunner, params: Params, size: int, alternatives: 
     """Compiles the programs of a runner that request tokens for so many rows, and lets it use them."""
     rows = rows_of([], runner._slots, [size])
     next_, _ = next_tokens([], size, runner._vocab_size)
-    settings, table = Settings(*map(rows.of, runner._settings)), rows.table(runner._pages)
-    adapters, programs = runner._batch_adapters_of(rows), runner._programs
+    settings, table = Settings(*map(rows.of, runner.settings)), rows.table(runner._pages)
+    adapters, programs = runner._batch_adapters_of(rows), runner.programs
     programs.step.lower(
         params, runner._shapes, settings, next_, np.int32(1), table, alternatives, adapters, rows.slots
     ).compile()
@@ -267,23 +271,23 @@ def compile_step(runner: DecodeRunner, params: Params, size: int, alternatives: 
             params, runner._shapes, settings, next_, guesses, counts, table, alternatives, adapters, rows.slots
         ).compile()
     if size < runner._slots:
-        runner._sizes = [*runner._sizes, size]
+        runner.sizes = [*runner.sizes, size]
 
 
 def compile_read(runner: DecodeRunner, params: Params, batch: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """Compiles the program that reads this batch of one row into a slot; returns the shape of its logits."""
     zero = np.zeros(1, np.int32)
     table = StepRows(zero, (), 1).table(runner._pages)
-    return compiled_outputs(runner._programs.read, params, runner._shapes, batch, zero, zero, table)[0]
+    return compiled_outputs(runner.programs.read, params, runner._shapes, batch, zero, zero, table)[0]
 
 
 def compile_admission(runner: DecodeRunner, row: Any, logits: Any, alternatives: int) -> None:
     """Compiles the program that admits such a row; None: the row is in its slot."""
-    settings = Settings(*(x[:1] for x in runner._settings))
+    settings = Settings(*(x[:1] for x in runner.settings))
     next_, _ = next_tokens([], 1, runner._vocab_size)
     history = History(*(np.zeros((1, runner._vocab_size), dtype) for dtype in (bool, np.int32, np.float32)))
-    runner._programs.admit.lower(
-        runner._shapes, row, logits, np.int32(0), settings, next_, history, runner._table, alternatives
+    runner.programs.admit.lower(
+        runner._shapes, row, logits, np.int32(0), settings, next_, history, runner.table, alternatives
     ).compile()
 
 
@@ -297,13 +301,13 @@ def put_task(runner: DecodeRunner, positions: int) -> Task:
 
     def compile() -> None:
         row = _compile_row(runner, positions)
-        runner._programs.put.lower(runner._shapes, row, np.int32(0), runner._table).compile()
+        runner.programs.put.lower(runner._shapes, row, np.int32(0), runner.table).compile()
 
     return Task(("put", positions), compile)
 
 
 def _compile_row(runner: DecodeRunner, positions: int) -> Cache:
-    return compiled_outputs(runner._programs.row, runner._shapes, np.int32(0), runner._table, positions)
+    return compiled_outputs(runner.programs.row, runner._shapes, np.int32(0), runner.table, positions)
 
 
 def _idle(slots: int) -> tuple[Settings, list[int]]:

@@ -34,6 +34,8 @@ class PrefillQueue:
       whole: for a prefix LM, whose inputs attend in both directions: prompts cannot be split or share prefixes.
 
     Attributes:
+      programs: as given.
+      prefixes: the prefix cache, if prompts share it.
       stalled: whether all prompts that were left by the last `run` wait for the compiler.
     """
 
@@ -48,7 +50,7 @@ class PrefillQueue:
         runner: DecodeRunner | None,
         whole: bool = False,
     ):
-        self._programs, self._together = programs, together
+        self.programs, self._together = programs, together
         self._runner, self._batches, self._needed = runner, batches, needed
         self._most = tokens
         self.prefixes, self.stalled = None if whole else prefixes, False
@@ -145,9 +147,9 @@ class PrefillQueue:
         rest = tokens[known:]
         batch = self._batches.batch([request], [rest], self._batches.size(len(rest)))
         if row is None:
-            return self._programs.prefill(params, batch)
+            return self.programs.prefill(params, batch)
         positions = max(self._batches.size(whole), capacity(row))
-        return self._programs.resume(params, batch, row, positions)
+        return self.programs.resume(params, batch, row, positions)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:
         result = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
@@ -202,7 +204,7 @@ class PrefillQueue:
         size = self._batches.size(len(prompts[0].tokens))
         try:
             batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
-            logits, rows = self._programs.prefill(params, batch)
+            logits, rows = self.programs.prefill(params, batch)
         except BaseException as error:
             if not is_of_request(error):
                 raise
@@ -210,7 +212,7 @@ class PrefillQueue:
             return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
         read: list[tuple[Any, jax.Array] | BaseException] = []
         for index, request in enumerate(prompts):
-            row = (rows, logits) if len(prompts) == 1 else self._programs.take_row((rows, logits), np.int32(index))
+            row = (rows, logits) if len(prompts) == 1 else self.programs.take_row((rows, logits), np.int32(index))
             self._cache_prefix(request, row[0])
             read.append(row)
         return read

@@ -14,6 +14,7 @@ from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.models.adapters import unmerged
 from capibara.models.architectures.decoder import DecoderBase
+from capibara.models.architectures.registry import ReadBatch
 from capibara.models.architectures.shared_keys.block import CachedLayer, KeysValues, LayerInputs, SharedKeysBlock
 from capibara.models.architectures.shared_keys.config import Segment, SharedKeysConfig
 from capibara.models.cache import dense
@@ -147,7 +148,7 @@ class SharedKeysDecoder(DecoderBase):
         return cache | {"layers": cache["layers"][: self.config.kv_layers]}
 
     def read(
-        self, values: Sequence[Params], batch: Batch, cache: dense.Cache, is_prefill: bool
+        self, values: Sequence[Params], batch: ReadBatch, cache: dense.Cache, is_prefill: bool
     ) -> tuple[jax.Array, dense.Cache]:
         """As of every decoder."""
         config, specs = self.config, self._kinds()

@@ -112,7 +112,7 @@ def test_other_dtypes_lie_in_pages_too(dtype):
     one = engine(cache_dtype=dtype, **SMALL)
     assert [r.tokens for r in texts(one)] == [r.tokens for r in of_rows(dtype=dtype)]
     assert one.statistics.preempted > 0
-    assert {x.dtype for x in jax.tree.leaves(one._core.runner._state["cache"]["layers"])} >= {jnp.dtype(dtype)}
+    assert {x.dtype for x in jax.tree.leaves(one.core.runner.state["cache"]["layers"])} >= {jnp.dtype(dtype)}
 
 
 def test_on_a_mesh():
@@ -123,7 +123,7 @@ def test_on_a_mesh():
     one = engine(params=spread, **SMALL)
     assert [r.tokens for r in texts(one)] == [r.tokens for r in of_rows()]
     assert one.statistics.preempted > 0
-    for layer in one._core.runner._state["cache"]["layers"]:  # each device has one of the two heads
+    for layer in one.core.runner.state["cache"]["layers"]:  # each device has one of the two heads
         assert layer["key_pages"].sharding.shard_shape(layer["key_pages"].shape) == (11, 1, 8, 8)
 
 
@@ -185,7 +185,7 @@ def test_a_failed_engine_has_no_page():
     def fails(*_):
         raise RuntimeError("no device")
 
-    one._core.runner._programs = one._core.runner._programs._replace(step=fails)
+    one.core.runner.programs = one.core.runner.programs._replace(step=fails)
     with pytest.raises(RuntimeError, match="no device"):
         one._loop._work()
     for stream in streams:
@@ -201,7 +201,7 @@ def test_who_is_preempted_goes_on_where_its_row_cannot_be_copied():
     def fails(*_):
         raise RuntimeError("no room")
 
-    one._core.runner._programs = one._core.runner._programs._replace(row=fails)  # the copy of what it has read
+    one.core.runner.programs = one.core.runner.programs._replace(row=fails)  # the copy of what it has read
     streams = [one.submit(*asked) for _ in range(2)]
     assert [stream.result().tokens for stream in streams] == [want] * 2
     assert one.statistics.preempted >= 1 and one.statistics.faults == 0
@@ -297,7 +297,7 @@ def test_memory_is_that_of_the_pool():
     for pages in (10, 20):
         one = engine(page_size=8, pages=pages)
         needs[pages] = footprint.state_bytes(model, one._config, LENGTH)
-        assert needs[pages] == tree.byte_count(one._core.runner._state)
+        assert needs[pages] == tree.byte_count(one.core.runner.state)
     assert needs[20] - needs[10] == 10 * 8 * per_token
 
 
@@ -377,29 +377,29 @@ def test_attention_is_that_to_rows_whoever_computes_it(monkeypatch, tokens, dtyp
 def test_the_pool_is_updated_in_place(program):
     one = engine(slots=4, page_size=32, pages=400)
     given = (
-        one._core.params.current,
-        one._core.runner._state,
-        one._core.runner._settings,
+        one.core.params.current,
+        one.core.runner.state,
+        one.core.runner.settings,
         next_tokens([], 4, 384)[0],
         np.int32(1),
-        one._core.runner._table,
+        one.core.runner.table,
         0,
     )
     if program == "admit":
         batch = {"tokens": np.zeros((1, 32), np.int32), "counts": np.array([3], np.int32)}
-        logits, row = one._core.runner._programs.prefill(one._core.params.current, batch)
-        of_one = jax.tree.map(lambda x: x[:1], one._core.runner._settings)
+        logits, row = one.core.runner.programs.prefill(one.core.params.current, batch)
+        of_one = jax.tree.map(lambda x: x[:1], one.core.runner.settings)
         given = (
-            one._core.runner._state,
+            one.core.runner.state,
             row,
             logits,
             np.int32(1),
             of_one,
             next_tokens([], 1, 384)[0],
             History(*(np.zeros((1, 384), dtype) for dtype in (bool, np.int32, np.float32))),
-            one._core.runner._table,
+            one.core.runner.table,
             0,
         )
-    memory = getattr(one._core.runner._programs, program).lower(*given).compile().memory_analysis()
-    pool = sum(x.nbytes for x in jax.tree.leaves(one._core.runner._state["cache"]))
+    memory = getattr(one.core.runner.programs, program).lower(*given).compile().memory_analysis()
+    pool = sum(x.nbytes for x in jax.tree.leaves(one.core.runner.state["cache"]))
     assert memory.alias_size_in_bytes >= pool and memory.temp_size_in_bytes < pool / 2

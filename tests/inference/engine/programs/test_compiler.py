@@ -103,9 +103,9 @@ def test_a_step_of_few_rows_is_used_when_it_is_compiled(params, held):
     warm_up(one)
     with one.start():
         first = one.submit(SHORT, GREEDY).result().tokens
-        assert not one._core.runner._sizes
+        assert not one.core.runner.sizes
         held.set()
-        wait_until(lambda: one._core.runner._sizes)
+        wait_until(lambda: one.core.runner.sizes)
         wait_until(lambda: not one.compiling)
         assert one.submit(SHORT, GREEDY).result().tokens == first
 
@@ -125,7 +125,7 @@ def test_nothing_is_compiled_after_a_whole_warm_up(params, threads):
     """Whatever the lengths of prompts, and of what they share with earlier ones; a slot's pages hold what is shared."""
     want = engine(params).submit([8] * 150 + [1], GREEDY).result().tokens
     one = engine(params, page_size=32, prefix_cache_mib=16, slots=2)
-    prefixes = one._core.prefill.prefixes
+    prefixes = one.core.prefill.prefixes
     warm_up(one, beside=False)
     threads.clear()
     with one.start():
@@ -163,18 +163,18 @@ def test_what_a_request_waits_for_comes_first_and_an_error_ends_nothing():
 def test_prompts_are_read_alone_until_the_program_for_both_is_compiled(params, held):
     one, rows = engine(params, slots=9), []
     warm_up(one)
-    programs = one._core.prefill._programs
-    one._core.prefill._programs = programs._replace(
+    programs = one.core.prefill.programs
+    one.core.prefill.programs = programs._replace(
         prefill=lambda params, batch: rows.append(len(batch["tokens"])) or programs.prefill(params, batch)
     )
     for expected in ([1, 1], [1, 1, 2]):
         streams = [one.submit([7 + i] * 9, GREEDY) for i in range(2)]
-        one._core.compiler.start()
+        one.core.compiler.start()
         one.run()
         assert all(len(stream.result().tokens) == 4 for stream in streams) and rows == expected
         held.set()
-        wait_until(lambda: one._core.compiler.is_compiled(Task(("together", 2, 32, ()), lambda: None)))
-    one._core.compiler.close()
+        wait_until(lambda: one.core.compiler.is_compiled(Task(("together", 2, 32, ()), lambda: None)))
+    one.core.compiler.close()
 
 
 def test_a_task_is_let_go_when_it_is_compiled():

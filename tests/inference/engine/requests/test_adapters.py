@@ -122,7 +122,7 @@ def test_texts_are_the_same_where_devices_share_layers(sizes):
     mesh = sharding.make_mesh(plan, jax.devices()[: math.prod(sizes.values())])
     spread = jax.device_put(params(), sharding.shardings(mesh, plan.rules, MODEL.axes, MODEL.abstract_params))
     one = engine(spread, adapters())
-    own = one._core.adapters.of([])[0][0]["attention"]["out"]
+    own = one.core.adapters.of([])[0][0]["attention"]["out"]
     assert own["a"].sharding.shard_shape(own["a"].shape)[0] == SIZES["num_heads"] // 2
     check(mixed(one))
 

@@ -28,7 +28,7 @@ class Recorded(Engine):
     def __init__(self, **config):
         params = jax.jit(MODEL.init)(jax.random.key(0))
         super().__init__(MODEL, params, ByteVocabulary(), 64, EngineConfig(slots=2, **config))
-        self.calls, programs = [], self._core.runner._programs
+        self.calls, programs = [], self.core.runner.programs
 
         def noted(name):
             program = getattr(programs, name)
@@ -40,7 +40,7 @@ class Recorded(Engine):
 
             return call
 
-        self._core.runner._programs = programs._replace(
+        self.core.runner.programs = programs._replace(
             **{name: noted(name) for name in ("admit", "step", "verify", "take_row", "row")}
         )
 
@@ -57,7 +57,7 @@ def test_what_follows_calls_the_same_programs_with_the_same(config, monkeypatch)
     clock = [0.0]
     monkeypatch.setattr(decode_schedule.time, "monotonic", lambda: clock[0])
     lead, messages = sent(config)
-    lead._core.schedule.streaming = True
+    lead.core.schedule.streaming = True
     streams = [
         lead.submit("def f" * (1 + i), DRAWN if i % 2 else GREEDY, likeliest=i if config else 0) for i in range(3)
     ]
@@ -74,14 +74,14 @@ def test_what_follows_calls_the_same_programs_with_the_same(config, monkeypatch)
     follows = Recorded(**config)
     follows.follow(map(json.loads, messages))
     assert follows.calls == lead.calls and len(lead.calls) > 10
-    assert follows._core.runner.checksum.value == lead._core.runner.checksum.value and follows.load == (0, 0)
+    assert follows.core.runner.checksum.value == lead.core.runner.checksum.value and follows.load == (0, 0)
 
 
 def test_other_tokens_are_found_at_the_next_step():
     lead, messages = sent({})
     lead.submit("def", GREEDY).result()
     follows = Recorded()
-    follows._core.params.current = jax.tree.map(lambda x: -x, follows._core.params.current)
+    follows.core.params.current = jax.tree.map(lambda x: -x, follows.core.params.current)
     with pytest.raises(RuntimeError, match="other tokens than process 0"):
         follows.follow(map(json.loads, messages))
     assert len(follows.calls) < len(lead.calls)

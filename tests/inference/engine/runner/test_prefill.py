@@ -39,7 +39,7 @@ class Counted:
     """An engine's programs, which record the rows and positions that were read."""
 
     def __init__(self, engine):
-        self.prefilled, self.resumed, programs = [], [], engine._core.runner._programs
+        self.prefilled, self.resumed, programs = [], [], engine.core.runner.programs
 
         def prefill(params, batch):
             self.prefilled.append(batch["tokens"].shape)
@@ -49,7 +49,7 @@ class Counted:
             self.resumed.append(batch["tokens"].shape)
             return programs.resume(params, batch, *rest)
 
-        engine._core.prefill._programs = programs._replace(prefill=prefill, resume=resume)
+        engine.core.prefill.programs = programs._replace(prefill=prefill, resume=resume)
 
 
 def test_prompts_of_one_size_are_read_together(params):
@@ -152,11 +152,11 @@ def test_parameters_are_replaced(params):
     want = made(others).submit("a prompt that is kept", GREEDY).result().tokens
     one = made(params, prefix_cache_mib=16)
     before = one.submit("a prompt that is kept", GREEDY).result().tokens
-    compiled = one._core.runner._programs.serving._cache_size(), one._core.runner._programs.step._cache_size()
+    compiled = one.core.runner.programs.serving._cache_size(), one.core.runner.programs.step._cache_size()
     one.update(others)
     after = one.submit("a prompt that is kept", GREEDY).result()
     assert after.tokens == want != before and after.cached_tokens == 0
-    assert compiled == (one._core.runner._programs.serving._cache_size(), one._core.runner._programs.step._cache_size())
+    assert compiled == (one.core.runner.programs.serving._cache_size(), one.core.runner.programs.step._cache_size())
 
 
 @pytest.mark.parametrize("steps, parts", [(4, 1024), (1, 32)], ids=["a text under way", "a prompt half read"])
@@ -179,7 +179,7 @@ def test_what_was_read_with_old_parameters_is_not_kept(params, steps, parts):
 
 def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
     one = made(params)
-    held = one._core.params
+    held = one.core.params
 
     class Slow(type(held)):
         """Gives another thread time between checking and taking."""
@@ -198,7 +198,7 @@ def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
     held.__class__ = Slow.__base__
     other.join()
     one.step()
-    want = one._core.runner._programs.serving(last)
+    want = one.core.runner.programs.serving(last)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(held.current), jax.tree.leaves(want)))
 
 

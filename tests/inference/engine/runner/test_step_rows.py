@@ -94,7 +94,7 @@ def two_sizes(monkeypatch):
 
 def compile_few(one):
     for size in step_rows.sizes_of(SLOTS):
-        decode.compile_step(one._core.runner, one._core.params.current, size, 0)
+        decode.compile_step(one.core.runner, one.core.params.current, size, 0)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -185,4 +185,4 @@ def test_a_mesh_computes_all_slots():
     )
     one = Engine(model, placed, VOCABULARY, 64, EngineConfig(slots=4, prefix_cache_mib=0))
     one.warm_up()
-    assert not one._core.runner._sizes
+    assert not one.core.runner.sizes
