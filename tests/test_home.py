@@ -107,7 +107,7 @@ def test_every_flag_that_is_a_path_says_so():
     missing = [
         (file, flag, metavar)
         for file, flag, metavar, text in told
-        if named.search(text) and metavar not in flags._PATHS and flag not in elsewhere
+        if named.search(text) and metavar not in flags.PATHS and flag not in elsewhere
     ]
     assert not missing and len(told) > 60
     assert os.path.expanduser("~") != "~"

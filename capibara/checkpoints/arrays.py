@@ -32,7 +32,7 @@ from capibara.storage import hashing, stores, threads
 FOLDER, LAYOUT = "state", ".zarray"
 COMPRESSOR = {"id": "zstd", "level": 1}
 _LAYOUT_BYTES = 1 << 16  # limit of a .zarray file
-_TOGETHER_BYTES = 4 << 30  # of arrays held in the host's memory at a time
+TOGETHER_BYTES = 4 << 30  # of arrays held in the host's memory at a time
 _T = TypeVar("_T")
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) along each dimension
 
@@ -439,7 +439,7 @@ def _by_bytes(items: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_
     group: list[_T] = []
     held = 0
     for item in items:
-        if group and held + size(item) > _TOGETHER_BYTES:
+        if group and held + size(item) > TOGETHER_BYTES:
             yield group
             group, held = [], 0
         group.append(item)

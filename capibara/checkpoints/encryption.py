@@ -27,7 +27,7 @@ from capibara.core.types import UserError
 CIPHER = "AES-256-GCM"
 _MAGIC = b"CAPIENC1"
 _HEAD = struct.Struct("<8sI")  # magic number, and number of segments
-_SEGMENT = 64 << 20  # bytes per segment: GCM's limit is just below 2**36, the package's below 2**31
+SEGMENT = 64 << 20  # bytes per segment: GCM's limit is just below 2**36, the package's below 2**31
 _NONCE, _TAG = 12, 16
 _MOST_BYTES = 4096  # of a key file
 
@@ -96,11 +96,11 @@ class Key:
     def seal(self, data: bytes | memoryview, name: str) -> bytes:
         """Encrypts data and binds it to `name`: it cannot be opened under another name."""
         view = memoryview(data).cast("B")
-        count = max(1, -(-len(view) // _SEGMENT))
+        count = max(1, -(-len(view) // SEGMENT))
         parts = [_HEAD.pack(_MAGIC, count)]
         for index in range(count):
             nonce = secrets.token_bytes(_NONCE)
-            plain = view[index * _SEGMENT : (index + 1) * _SEGMENT]
+            plain = view[index * SEGMENT : (index + 1) * SEGMENT]
             parts += [nonce, self._cipher.encrypt(nonce, plain, _bound_to(name, index, count))]
         return b"".join(parts)
 
@@ -117,7 +117,7 @@ class Key:
             magic, count = _HEAD.unpack_from(view)
             if magic != _MAGIC or not count:
                 raise ValueError("no magic number, or nothing in it")
-            step, parts = _NONCE + _SEGMENT + _TAG, []
+            step, parts = _NONCE + SEGMENT + _TAG, []
             for index in range(count):
                 begin = _HEAD.size + index * step
                 end = begin + step if index + 1 < count else len(view)

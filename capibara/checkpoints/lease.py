@@ -29,9 +29,9 @@ NAME = "lease.json"
 _STALE_AFTER_S = 60.0  # since the last renewal from another host
 _RENEWALS = 6  # per that time
 _LOOK_S = 1.0
-_LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than it takes to write the file
+LOCK_S = 10.0  # for the lock of the folder, which nobody holds for longer than it takes to write the file
 _JOIN_S = 5.0  # more than that for the thread that renews it
-_SEEN_S = 20.0  # in which what process 0 writes must be seen everywhere: network disks remember for some seconds
+SEEN_S = 20.0  # in which what process 0 writes must be seen everywhere: network disks remember for some seconds
 _MOST_BYTES = 1 << 16  # of a record, which has some hundred
 
 
@@ -71,9 +71,9 @@ class Lease:
     def release(self) -> None:
         """Releases the lease; does nothing if another process holds it."""
         self._ended.set()
-        self._renewing.join(_LOCK_S + _JOIN_S)
+        self._renewing.join(LOCK_S + _JOIN_S)
         # The folder may be gone, its lock held, or the bucket inaccessible: then the lease expires.
-        with contextlib.suppress(Exception), self._store.lock(self._folder, _LOCK_S):
+        with contextlib.suppress(Exception), self._store.lock(self._folder, LOCK_S):
             holder, version = _read(self._path)
             if (holder or {}).get("nonce") != self.nonce:
                 return
@@ -82,7 +82,7 @@ class Lease:
     def _take(self) -> None:
         begin_s, first = time.monotonic(), _read(self._path)[0]
         while True:
-            with _lock_explained(self._folder), self._store.lock(self._folder, _LOCK_S):
+            with _lock_explained(self._folder), self._store.lock(self._folder, LOCK_S):
                 holder, version = _read(self._path)
                 unchanged = holder == first and time.monotonic() - begin_s >= self._stale_after_s
                 if holder is None or unchanged or self._is_dead(holder):
@@ -131,7 +131,7 @@ class Lease:
     def _renew(self) -> None:
         while not self._ended.wait(self._stale_after_s / _RENEWALS):
             # Whatever the error is, and buckets have errors of their own, the next renewal may succeed.
-            with contextlib.suppress(Exception), self._store.lock(self._folder, _LOCK_S):
+            with contextlib.suppress(Exception), self._store.lock(self._folder, LOCK_S):
                 holder, version = _read(self._path)
                 if (holder or {}).get("nonce") == self.nonce:
                     self._write(version)
@@ -164,7 +164,7 @@ def _lock_explained(folder: epath.Path) -> Iterator[None]:
         who = "another process" if pid is None else f"process {pid} on {host}"
         stopped = host == socket.gethostname() and processes.is_stopped(pid)
         raise UserError(
-            f"{folder} is locked by {who}{', which is stopped,' if stopped else ''} for more than {_LOCK_S:g} s: "
+            f"{folder} is locked by {who}{', which is stopped,' if stopped else ''} for more than {LOCK_S:g} s: "
             f"{f'continue it (kill -CONT {pid})' if stopped else 'wait for it'} or end it, or set another MODEL_DIR"
         ) from None
 
@@ -177,7 +177,7 @@ def check_shared(folder: epath.Path, lease: Lease | None) -> None:
       lease: of process 0; None in the others.
     """
     nonce = hosts.gathered(None if lease is None else lease.nonce)[0]
-    if lease is None and not _is_seen(folder, nonce, _SEEN_S):
+    if lease is None and not _is_seen(folder, nonce, SEEN_S):
         raise UserError(
             f"{folder} on {socket.gethostname()} is not the folder that process 0 writes to: name a MODEL_DIR that "
             "all hosts share, in a bucket (gs://...) or on a network disk"

@@ -29,7 +29,7 @@ from capibara.storage import hashing, stores, threads
 NAME = "manifest.json"
 RUN = "run.json"  # the first file of a step that is written; the manifest is the last
 _FORMAT = 2
-_MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
+MOST_FILES, _MOST_BYTES, _MOST_VALUES = 400_000, 128 << 20, 8_000_000  # 300 bytes and 20 values a file
 _SHOWN = 3  # most corrupted files that a message names
 _TRIES, _PAUSE_S = 3, 0.5  # for a read that the disk refuses
 
@@ -117,9 +117,9 @@ def write(folder: epath.Path, manifest: Manifest) -> None:
     Raises:
       UserError: it has more files than `read` accepts.
     """
-    if len(manifest.files) > _MOST_FILES:
+    if len(manifest.files) > MOST_FILES:
         raise UserError(
-            f"step {manifest.step} has {len(manifest.files):,} files, must have at most {_MOST_FILES:,}: spread arrays over "
+            f"step {manifest.step} has {len(manifest.files):,} files, must have at most {MOST_FILES:,}: spread arrays over "
             "fewer devices (Plan.fsdp, Plan.tensor), or loop over layers (layer_loop = 'scan')"
         )
     values = _values(manifest)
@@ -145,8 +145,8 @@ def read(folder: epath.Path) -> Manifest:
     text = _patiently(NAME, folder / NAME, lambda: stores.of(folder).read(folder / NAME, _MOST_BYTES))
     try:
         values = limits.parse_json(text, values=_MOST_VALUES, finite=False)
-        if len(values.get("files", ())) > _MOST_FILES:
-            raise ValueError(f"it names more than {_MOST_FILES:,} files")
+        if len(values.get("files", ())) > MOST_FILES:
+            raise ValueError(f"it names more than {MOST_FILES:,} files")
         digest = values.pop("xxh128")
         if digest != hashing.hash_of(_canonical(values)):
             raise Corrupted(f"{NAME} has changed since it was written")

@@ -29,7 +29,7 @@ examples: python -m capibara.convert --from=poet --plus=coder --weights=0.7,0.3 
           python -m capibara.convert --from=runs/mine --to=mine.gguf --quantize=gptq --calibration=chats.jsonl
 
 exit codes: 0 done, all steps verified; 1 some steps failed verification; 2 invalid input"""
-_FORMATS = "hf hf_token_classification pytorch gguf t5x peft peft_fused gguf_lora capibara".split()
+FORMATS = "hf hf_token_classification pytorch gguf t5x peft peft_fused gguf_lora capibara".split()
 _PRUNE = ("keep", "keep_every", "corrupted", "dry_run")
 _MODEL = (*"source target format dtype base trust_config".split(), *quantize.FLAGS, *sum_options.FLAGS, *submodel.FLAGS)
 _OF = dict.fromkeys(_MODEL, ("a model",)) | {"step": ("list", "verify")} | dict.fromkeys(_PRUNE, ("prune",))
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", nargs="?", metavar="RUN", help="for list, verify, seal and prune: the run folder")
     parser.add_argument("--from", dest="source", metavar="PATH", help="the model to convert")
     parser.add_argument("--to", dest="target", metavar="PATH", help="where to write it")
-    parser.add_argument("--format", choices=_FORMATS, help="of --to; default: hf, gguf for x.gguf")
+    parser.add_argument("--format", choices=FORMATS, help="of --to; default: hf, gguf for x.gguf")
     parser.add_argument("--base", metavar="PATH", help="the base model of an adapter; default: the one that it names")
     sum_options.add_arguments(parser)
     quantize.add_arguments(parser)

@@ -17,7 +17,7 @@ examples:
 
 exit codes: 0 whatever is missing, 2 invalid input"""
 # What an extra is for, in the words of --help; of the others their name says it.
-_USES = {
+USES = {
     "seqio": "train, evaluate: SeqIO tasks",
     "hf": "train: Hugging Face data sets; models by their names on the Hub",
     "tpu": "train on TPUs; prove, plan --verify",
@@ -65,13 +65,13 @@ def doctor(args: flags.Arguments) -> int:
 
     devices = jax.devices()
     here = facts.of_process(f"{len(devices)} x {devices[0].device_kind}", jax.process_count())
-    lacking = {extra: extras.missing(extra) for extra in _USES}
+    lacking = {extra: extras.missing(extra) for extra in USES}
     memory = limits.host_bytes() / 2**30
     print(f"capibara {here['capibara']}, Python {here['python']}, {here['os']}")
     print(f"{here['devices']}; {here['cpus']} cores ({here['cpu']}), {memory:.1f} GiB of memory")
     print(", ".join(f"{name} {version}" for name, version in here["packages"].items()))
     print()
-    for extra, use in _USES.items():
+    for extra, use in USES.items():
         absent = lacking[extra]
         state = "not known" if absent is None else f"lacks {', '.join(absent)}" if absent else "installed"
         print(f"  {extra:<11}{use:<66}{state}")

@@ -34,7 +34,7 @@ examples:
 
 `capibara prepare WORD --help` lists the flags of each."""
 
-_MODULES = {
+MODULES = {
     **dict.fromkeys(("vocabulary", "instructions"), "texts"),
     **{
         word: word
@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first in ("-h", "--help"):
         print(_DESCRIPTION)
         return 0
-    if first in _MODULES:
-        module = importlib.import_module(f"capibara.cli.preparing.{_MODULES[first]}")
+    if first in MODULES:
+        module = importlib.import_module(f"capibara.cli.preparing.{MODULES[first]}")
         # The words of texts.py share their flags, and are one of its arguments.
-        return module.main(argv if _MODULES[first] == "texts" else argv[1:])
+        return module.main(argv if MODULES[first] == "texts" else argv[1:])
     if first.startswith("-") and {"vocabulary", "instructions"} & {*argv}:  # the word may follow its flags
         from capibara.cli.preparing import texts
 
         return texts.main(argv)
-    raise UserError(f"unknown word {first!r}{did_you_mean(first, _MODULES, 'words')} (see --help)")
+    raise UserError(f"unknown word {first!r}{did_you_mean(first, MODULES, 'words')} (see --help)")

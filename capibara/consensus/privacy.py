@@ -24,7 +24,7 @@ from capibara.core.types import Params, PyTree, UserError
 if TYPE_CHECKING:
     from dp_accounting import PrivacyAccountant
 
-_MOST_RELEASES = 1 << 20  # beyond which `releases_within` does not look
+MOST_RELEASES = 1 << 20  # beyond which `releases_within` does not look
 
 
 class Accounting(enum.StrEnum):
@@ -90,7 +90,7 @@ class Privacy:
           UserError: it does not allow the first.
         """
         if self.budget is None:
-            return _MOST_RELEASES
+            return MOST_RELEASES
         budget = self.budget
         if (first := self.epsilon(1, sampling)) > budget:
             raise UserError(
@@ -98,10 +98,10 @@ class Privacy:
                 f"noise_multiplier ({self.noise_multiplier:g})"
             )
         most = 1
-        while most < _MOST_RELEASES and self.epsilon(2 * most, sampling) <= budget:
+        while most < MOST_RELEASES and self.epsilon(2 * most, sampling) <= budget:
             most *= 2
         low, high = most, 2 * most
-        while most < _MOST_RELEASES and high - low > 1:
+        while most < MOST_RELEASES and high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.epsilon(middle, sampling) <= budget else (low, middle)
         return low

@@ -9,7 +9,7 @@ import types
 from capibara.core.types import UserError
 
 DISTRIBUTION = "capibara-tpu"  # the name capibara on PyPI is a package of others
-_CHECKOUT = pathlib.Path(__file__).resolve().parents[2]  # if the package is run from one
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]  # if the package is run from one
 
 
 def require(package: str, *, extra: str | None = None, why: str = "") -> types.ModuleType:
@@ -37,8 +37,8 @@ def require(package: str, *, extra: str | None = None, why: str = "") -> types.M
 
 def install_command(extra: str) -> str:
     """The shell command that installs an extra: from the checkout that this package is run from, else of the distribution."""
-    if (_CHECKOUT / "pyproject.toml").is_file():
-        return f'pip install -e "{_CHECKOUT}[{extra}]"'
+    if (CHECKOUT / "pyproject.toml").is_file():
+        return f'pip install -e "{CHECKOUT}[{extra}]"'
     return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
@@ -63,7 +63,7 @@ def _requirements(extra: str) -> list[str] | None:
     import importlib.metadata
     import tomllib
 
-    if (project := _CHECKOUT / "pyproject.toml").is_file():
+    if (project := CHECKOUT / "pyproject.toml").is_file():
         return list(tomllib.loads(project.read_text("utf-8"))["project"]["optional-dependencies"].get(extra, ()))
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or ()

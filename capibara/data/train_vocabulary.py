@@ -20,7 +20,7 @@ from capibara.storage import outputs
 _LEAST_SIZE = 384  # three special ids, 256 bytes, and some characters
 _CHUNK_CHARACTERS = 4096
 _MEASURED_DOCUMENTS = 50
-_TRAINER: dict[str, Any] = dict(
+TRAINER: dict[str, Any] = dict(
     model_type="bpe",
     byte_fallback=True,
     normalization_rule_name="identity",
@@ -75,7 +75,7 @@ def train_sentencepiece(
             model_writer=model,
             vocab_size=size,
             num_threads=os.cpu_count() or 1,
-            **_TRAINER,
+            **TRAINER,
         )
     except RuntimeError as error:
         reason = " ".join(str(error).rpartition("]")[2].split())  # after "file(line) [condition]"

@@ -31,7 +31,7 @@ from capibara.optim import OptimizerConfig
 from capibara.storage import copies
 
 # Size of the buffers that are filled at a time. A shard is never split, so a larger one is filled by itself.
-_BUFFER_BYTES = 4 * 2**30
+BUFFER_BYTES = 4 * 2**30
 _OTHER_HEADS = ("score.", "classifier.", "classification_head.", "qa_outputs.", "v_head.")  # of transformers and TRL
 _MOST_MISSING = 100_000  # most names that are generated to report missing tensors
 
@@ -624,7 +624,7 @@ def _groups(shards: Iterator[Shard], shapes: Mapping[str, Shape], dtype: np.dtyp
     size = 0
     for shard in shards:
         shard_bytes = math.prod(_extent(shard[1], shapes[shard[0]])) * dtype.itemsize
-        if group and size + shard_bytes > _BUFFER_BYTES:
+        if group and size + shard_bytes > BUFFER_BYTES:
             yield group
             group, size = [], 0
         group.append(shard)

@@ -24,7 +24,7 @@ from capibara.multihost.signals import Signals
 _PAUSES_S = (1.0, 2.0, 5.0, 15.0, 60.0)  # before the first, second, ... restart; the last for all further ones
 # Names a file that permits `train --start_over` to rename the run folder once, not again after a restart.
 PERMIT = "CAPIBARA_START_OVER"
-_TO_ANYONE, _LOWEST_PORT = "/proc/sys/net/ipv4/ip_local_port_range", 10_000
+TO_ANYONE, _LOWEST_PORT = "/proc/sys/net/ipv4/ip_local_port_range", 10_000
 _WELL_S = 10.0  # a command that has run this long is restarted after the first pause again
 
 
@@ -178,7 +178,7 @@ def free_address() -> str:
     An ephemeral port could be taken by a connection of another process before the worker listens there.
     """
     ports = []
-    with contextlib.suppress(OSError), open(_TO_ANYONE, encoding="ascii") as file:
+    with contextlib.suppress(OSError), open(TO_ANYONE, encoding="ascii") as file:
         lowest, highest = map(int, file.read().split())
         ports = [*range(_LOWEST_PORT, lowest), *range(highest + 1, 2**16)]
     while True:

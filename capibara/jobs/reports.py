@@ -27,7 +27,7 @@ EVERY_S = 30.0
 _LARGEST = 1 << 16  # bytes
 _LONGEST = 500  # characters of a message
 # The index of this host, as the systems for jobs set it. Source: capibara.multihost.
-_INDICES = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID", "JAX_PROCESS_ID")
+INDICES = ("TPU_WORKER_ID", "JOB_COMPLETION_INDEX", "SLURM_PROCID", "JAX_PROCESS_ID")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class Reporter:
 
 def host_name() -> str:
     """A name of this host that no other host of the job has."""
-    index = next((os.environ[name] for name in _INDICES if os.environ.get(name)), None)
+    index = next((os.environ[name] for name in INDICES if os.environ.get(name)), None)
     slice_ = os.environ.get("MEGASCALE_SLICE_ID")
     parts = [part for part in (socket.gethostname(), slice_, index) if part]
     return re.sub(r"[^A-Za-z0-9.-]", "-", "-".join(parts))

@@ -27,8 +27,8 @@ from capibara.multihost import peers
 from capibara.multihost.peers import Fault
 
 _KEY = "channel"
-_OPEN_S = 120.0  # for all to connect; all processes have started by then
-_HELLO_S = 10.0
+OPEN_S = 120.0  # for all to connect; all processes have started by then
+HELLO_S = 10.0
 _MOST_BYTES = 64 << 20  # of a message: the longest prompts of many requests
 _LAST_S = 1.0  # wait for a message that is being sent before the last one
 _OWN_S = 2.0  # for this process to fail by itself after another is gone: its own error says more
@@ -167,10 +167,10 @@ class Follower:
     """Another process's end of its connection: iterate over the messages of process 0."""
 
     def __init__(self, index: int, host: str):
-        leader = json.loads(peers.wait_for(_KEY, _OPEN_S))
+        leader = json.loads(peers.wait_for(_KEY, OPEN_S))
         self._host = leader["host"]
         try:
-            self._line = socket.create_connection((host, leader["port"]), timeout=_OPEN_S)
+            self._line = socket.create_connection((host, leader["port"]), timeout=OPEN_S)
         except OSError as error:
             raise TryAgain(
                 f"process {index} on {socket.gethostname()} cannot reach process 0 at {host}:{leader['port']} ({error}): "
@@ -264,7 +264,7 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
     lines: dict[int, socket.socket] = {}
     hosts: dict[int, str] = {}
     heard: queue.SimpleQueue[tuple[socket.socket, dict[str, Any] | None]] = queue.SimpleQueue()
-    end_s = time.monotonic() + _OPEN_S
+    end_s = time.monotonic() + OPEN_S
     with _listening(family, dual, count) as listening:
         contact = {"port": listening.getsockname()[1], "word": word, "host": socket.gethostname()}
         peers.put(_KEY, json.dumps(contact))
@@ -276,7 +276,7 @@ def _accepted(count: int, needed: bool) -> tuple[dict[int, socket.socket], dict[
             except queue.Empty:
                 missing = ", ".join(str(index) for index in range(1, count) if index not in lines)
                 error = TryAgain(
-                    f"process {missing} of {count} did not connect to process 0 within {_OPEN_S:g} s: let the hosts reach "
+                    f"process {missing} of {count} did not connect to process 0 within {OPEN_S:g} s: let the hosts reach "
                     "each other at all ports"
                 )
                 if needed:
@@ -320,7 +320,7 @@ def _accept(
 def _hello(connection: socket.socket, word: str) -> dict[str, Any] | None:
     """Reads a process's index and host; None: it does not send the shared secret."""
     try:
-        connection.settimeout(_HELLO_S)
+        connection.settimeout(HELLO_S)
         heard = b""
         while b"\n" not in heard and len(heard) < 4096:
             if not (data := connection.recv(4096)):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from capibara.multihost import peers
 from capibara.multihost.exits import EXIT_FAULT
 
-_COMPARE_S = 1.0  # between two comparisons
+COMPARE_S = 1.0  # between two comparisons
 _PUBLISHED = 64  # newest decisions that the others see; fewer are taken between a few comparisons
 _KEPT = 4096  # newest decisions to compare with; another process may be some comparisons behind
 _STOP_S = 5.0  # for the last comparison when a run ends
@@ -124,7 +124,7 @@ class Decisions:
                     return
             if ended:
                 return
-            self._wake.wait(_COMPARE_S)
+            self._wake.wait(COMPARE_S)
             self._wake.clear()
 
 

@@ -25,7 +25,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST = 2000  # characters of a message, which may quote an untrusted file
-_LEAVE_S = 10.0  # for one process of several to exit after a fault
+LEAVE_S = 10.0  # for one process of several to exit after a fault
 _EXIT_S, _JOINED_EXIT_S = 10.0, 330.0  # for any process to exit; JAX's own exit waits 300 s for the other processes
 
 
@@ -140,7 +140,7 @@ def _leaving_peers(code: int, message: str) -> int:
     """
     if peers.is_joined():
         peers.report(code, message)
-        timer = threading.Timer(_LEAVE_S, os._exit, [code])  # where the caller of `run_verb` does not end it
+        timer = threading.Timer(LEAVE_S, os._exit, [code])  # where the caller of `run_verb` does not end it
         timer.daemon = True
         timer.start()
     return code

@@ -20,11 +20,11 @@ from typing import NamedTuple, Protocol
 
 from capibara.core.types import TryAgain
 
-_KEY = "capibara/fault"
-_LOOK_S = 1.0  # between two polls
+KEY = "capibara/fault"
+LOOK_S = 1.0  # between two polls
 _TELL_S = 5.0  # for the report to arrive
-_OWN_S = 5.0  # for this process to fail by itself: often all processes meet the same fault
-_LINGER_S = _LOOK_S + _OWN_S + 2.0  # process 0, whose store has the report, stays until all have read it
+OWN_S = 5.0  # for this process to fail by itself: often all processes meet the same fault
+_LINGER_S = LOOK_S + OWN_S + 2.0  # process 0, whose store has the report, stays until all have read it
 
 _KNOWN_LINGER_S = 4.0  # the same where a channel has told the others already
 _SOON_S = 1.0  # a report may arrive this much later than the error that the other's end causes here
@@ -89,7 +89,7 @@ def report(code: int, message: str) -> None:
 
     def put() -> None:
         with contextlib.suppress(Exception):  # another process was first, or the coordinator is gone
-            client.key_value_set(_KEY, word)
+            client.key_value_set(KEY, word)
 
     putting = threading.Thread(target=put, daemon=True)
     putting.start()
@@ -221,20 +221,20 @@ def _client() -> tuple[_Client, int]:
 
 
 def _read(client: _Client, index: int) -> Fault | None:
-    word = json.loads(client.key_value_try_get(_KEY))
+    word = json.loads(client.key_value_try_get(KEY))
     line = f"process {word['index']} on {word['host']} ended: {word['message']}"
     return None if word["index"] == index else Fault(word["code"], line)
 
 
 def _listen(client: _Client, index: int) -> None:
-    while not _leaving.wait(_LOOK_S):
+    while not _leaving.wait(LOOK_S):
         try:
             fault = _read(client, index)
         except Exception as error:
             if "NOT_FOUND" in str(error):
                 continue
             return  # the coordinator is gone: JAX ends this process
-        if fault is not None and not _leaving.wait(_OWN_S):
+        if fault is not None and not _leaving.wait(OWN_S):
             print(f"error: {fault.line}", file=sys.stderr, flush=True)
             exit_process(fault.code)
         return

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from capibara.core.types import TryAgain, UserError
 
-_KIND = "capibara roll call 1"
+KIND = "capibara roll call 1"
 _MOST_BYTES = 4 << 20  # of a message: a configuration has some kilobytes
-_RETRY_S = 0.5  # between two tries to reach process 0
-_SAY_S = 30.0  # between two lines on which processes are missing
-_LINGER_S = 5.0  # in which process 0 tells latecomers why the run does not begin
+RETRY_S = 0.5  # between two tries to reach process 0
+SAY_S = 30.0  # between two lines on which processes are missing
+LINGER_S = 5.0  # in which process 0 tells latecomers why the run does not begin
 _SHOWN = 200
 
 
@@ -143,7 +143,7 @@ class _Caller:
             now_s = time.monotonic()
             if now_s >= self._end_s:
                 raise _Refused(TryAgain, self._who_is_missing())
-            if now_s - said_s >= _SAY_S:
+            if now_s - said_s >= SAY_S:
                 said_s = now_s
                 self._say(
                     f"waiting for {self._missing()}: {len(self._present)} of {self._process.count} processes have connected"
@@ -228,7 +228,7 @@ class _Caller:
 
     def _linger(self, refused: _Refused) -> None:
         """Tells processes that connect late why the run does not begin."""
-        end_s = time.monotonic() + _LINGER_S
+        end_s = time.monotonic() + LINGER_S
         while len(self._waiting) < self._process.count - 1 and (left_s := end_s - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
                 if key.fileobj is self._listening:
@@ -246,13 +246,13 @@ def _answer(
     """On another process: connects to process 0 and waits for its answer."""
     said_s, shown, cause = time.monotonic(), "{}:{}".format(*address), "no answer"
     while (now_s := time.monotonic()) < end_s:
-        if now_s - said_s >= _SAY_S:
+        if now_s - said_s >= SAY_S:
             said_s = now_s
             say(f"process {process.index} waits for process 0 at {shown} ({cause})")
         try:
             with socket.create_connection(address, timeout=max(min(end_s - now_s, 10.0), 0.1)) as item:
-                item.sendall(json.dumps({"kind": _KIND, **dataclasses.asdict(process)}).encode() + b"\n")
-                word = _word(item, end_s + _LINGER_S)
+                item.sendall(json.dumps({"kind": KIND, **dataclasses.asdict(process)}).encode() + b"\n")
+                word = _word(item, end_s + LINGER_S)
         except OSError as error:
             cause = error.strerror or str(error) or type(error).__name__
             word = None
@@ -263,7 +263,7 @@ def _answer(
         if word:
             kind = TryAgain if word.get("refused") == TryAgain.__name__ else UserError
             raise kind(str(word.get("why")))
-        time.sleep(_RETRY_S)
+        time.sleep(RETRY_S)
     raise TryAgain(
         f"{process} did not find process 0 of {process.count} at {shown} within {timeout_s:g} s ({cause}): start the "
         "command on every host, and let the hosts reach each other at that port"
@@ -296,7 +296,7 @@ def _process_of(line: bytes) -> Process | None:
     """Parses a process's message; None: it is not one."""
     try:
         result = json.loads(line)
-        if result.pop("kind") != _KIND:
+        if result.pop("kind") != KIND:
             return None
         item = Process(**result)
         texts = [item.host, *item.facts, *item.facts.values()]

@@ -37,7 +37,7 @@ CHUNKS, INDEX, CENTER, RECORD, TRIALS, PICTURE = (
 KIND = "index"
 # Neither chunks nor embeddings depend on these: where no index reaches the goal, another goal is tried without embedding again.
 _ADJUSTABLE = ("center", "recall", "k", "ms", "queries", "train_vectors", "seed")
-_BLOCK = 4096  # chunks that are embedded between two writes
+BLOCK = 4096  # chunks that are embedded between two writes
 _PART_BYTES = 32 << 20
 
 
@@ -116,16 +116,16 @@ def _write_chunks(
     with output.part(CHUNKS) as file:
         for chunk in chunks_of(parts, settings.fields, settings.chunking, embedder.vocabulary, file.problems):
             file.write_record(dataclasses.asdict(chunk))
-            if file.records % _BLOCK == 0:
+            if file.records % BLOCK == 0:
                 progress("cutting documents", f"{file.records:,} chunks")
 
 
 def _embedded(output: Output, texts: Sequence[str], embedder: TextEmbedder, progress: Progress) -> np.ndarray:
     """The embeddings of all chunks: float32 [N, D]."""
     blocks = []
-    for first in range(0, len(texts), _BLOCK):
+    for first in range(0, len(texts), BLOCK):
         name = f"vectors-{first:012d}.f32"
-        block = texts[first : first + _BLOCK]
+        block = texts[first : first + BLOCK]
         if output.scratch.done(name) is None:
             show = lambda count: progress("embedding", f"{first + count:,} of {len(texts):,} chunks")  # noqa: E731
             vectors_BD = embedder(block, show)

@@ -13,7 +13,7 @@ from capibara.core.types import UserError
 from capibara.storage.store import Store
 
 # Method -> the type that it returns, and how an error names it.
-_RETURNS: dict[str, tuple[type | types.UnionType, str]] = {
+RETURNS: dict[str, tuple[type | types.UnionType, str]] = {
     "read": (bytes, "bytes"),
     "read_range": (bytes, "bytes"),
     "lock": (contextlib.AbstractContextManager, "a context manager"),
@@ -31,7 +31,7 @@ _SHOWN = 60  # characters of a returned value that the error quotes
 
 
 def checked(store: Store) -> Store:
-    """A store whose methods (_RETURNS) raise UserError if they return another type than `Store` asks for.
+    """A store whose methods (RETURNS) raise UserError if they return another type than `Store` asks for.
 
     Capibara's own stores are returned as they are.
     """
@@ -49,10 +49,10 @@ class _Checked:
         if name == "_store":  # as pickle and copy ask before it is there
             raise AttributeError(name)
         result = getattr(self._store, name)
-        return functools.partial(self._call, result, name) if name in _RETURNS else result
+        return functools.partial(self._call, result, name) if name in RETURNS else result
 
     def _call(self, method: Callable[..., object], name: str, *args: object, **named: object) -> object:
-        value, (kind, needed) = method(*args, **named), _RETURNS[name]
+        value, (kind, needed) = method(*args, **named), RETURNS[name]
         if isinstance(value, kind):
             return value
         shown = repr(value)

@@ -23,9 +23,9 @@ from capibara.core.types import UserError
 from capibara.storage import outputs, remote, stores
 from capibara.storage.store import Entry
 
-_PIECE_BYTES = 16 << 20  # per request
+PIECE_BYTES = 16 << 20  # per request
 _THREADS = 8
-_MOST_FILES = 10_000
+MOST_FILES = 10_000
 _RECORD = "copied.json"
 
 
@@ -95,9 +95,9 @@ def local_folder(url: str, names: Collection[str] | None = None) -> str:
     there = {entry.url[len(url) + 1 :] for entry in result}
     if names is not None:
         result = [entry for entry in result if entry.url[len(url) + 1 :] in names]
-    if len(result) > _MOST_FILES:
+    if len(result) > MOST_FILES:
         raise UserError(
-            f"{url} has {len(result):,} files, must have at most {_MOST_FILES:,}: name the model's own folder"
+            f"{url} has {len(result):,} files, must have at most {MOST_FILES:,}: name the model's own folder"
         )
     _copied(url, result, there)
     return _folder_of(url)
@@ -144,13 +144,13 @@ def _copied(url: str, entries: Sequence[Entry], there: Collection[str] | None = 
 def _copy(entry: Entry, path: str) -> None:
     """Writes a complete copy, atomically."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    starts = range(0, entry.size, _PIECE_BYTES)
+    starts = range(0, entry.size, PIECE_BYTES)
     try:
         with _written(path, entry) as file, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             file.truncate(entry.size)
 
             def piece(start: int) -> None:
-                content = remote.read(entry.url, start, min(start + _PIECE_BYTES, entry.size))
+                content = remote.read(entry.url, start, min(start + PIECE_BYTES, entry.size))
                 os.pwrite(file.fileno(), content, start)
 
             waiting = [pool.submit(piece, start) for start in starts]

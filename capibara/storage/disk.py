@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from etils import epath
 
-_DEEPEST = 32  # nested folders
+DEEPEST = 32  # nested folders
 _WRITTEN = 1 << 20  # bytes that are hashed and written at a time
 _LOCK_LOOK_S = 0.05  # between two attempts at a lock
 
@@ -114,8 +114,8 @@ class DiskStore:
         left = [(os.fspath(folder), "")]
         while left:
             inner, prefix = left.pop()
-            if prefix.count("/") > _DEEPEST:
-                raise OSError(errno.ELOOP, f"it has folders more than {_DEEPEST} deep", inner)
+            if prefix.count("/") > DEEPEST:
+                raise OSError(errno.ELOOP, f"it has folders more than {DEEPEST} deep", inner)
             with os.scandir(inner) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):

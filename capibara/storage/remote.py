@@ -20,7 +20,7 @@ from capibara.storage.store import Entry
 
 ATTEMPTS = 6
 TIMEOUT_S = 60.0  # of one request: after so long without an answer it is sent again
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 16.0  # between two attempts, doubled each time
+FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 16.0  # between two attempts, doubled each time
 _BUSY = (408, 425, 429)  # HTTP codes that mean "later"; so do all from 500 on
 _DENIED = (401, 403)
 _PAST_THE_END = 416
@@ -185,7 +185,7 @@ def _attempted(url: str, call: Callable[[], T]) -> T:
 def _waits() -> Iterator[float]:
     for attempt in range(ATTEMPTS):
         # Random, so that the hosts of a slice do not all retry at once.
-        yield min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+        yield min(FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
 
 
 def _code(error: BaseException) -> int | None:

@@ -26,7 +26,7 @@ from capibara.objectives.batches import RunParts
 
 # On devices apart: the engine's parameters, the next ones, and while these are replaced, or in an evaluation, a third set.
 COPIES_APART = 3
-_ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
+ASK_EVERY_STEPS = 64  # engine steps between two exchanges of whether to stop and who has work left, with several hosts
 
 
 class Generating(Protocol):
@@ -186,7 +186,7 @@ class Generator:
 
     def _is_busy(self) -> bool:
         """Runs this process's engine; returns whether it had work."""
-        steps = 1 if jax.process_count() == 1 else _ASK_EVERY_STEPS
+        steps = 1 if jax.process_count() == 1 else ASK_EVERY_STEPS
         return all(self._loaded.step() for _ in range(steps))
 
 

@@ -86,7 +86,7 @@ def test_a_state_that_was_read_can_be_donated(tmp_path):
 
 
 def test_in_groups_that_the_memory_has_room_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(arrays, "_TOGETHER_BYTES", 100)
+    monkeypatch.setattr(arrays, "TOGETHER_BYTES", 100)
     folder, values = epath.Path(tmp_path) / "7", values_of(place(*LAYOUTS[1]))
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), values)
     back = arrays.read(folder, write(folder, values), target)

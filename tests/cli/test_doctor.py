@@ -33,7 +33,7 @@ def test_it_names_devices_packages_and_what_an_extra_lacks(monkeypatch, capsys, 
 
 def test_every_extra_is_explained():
     known = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {*doctor._USES} == {*known} - {"dev"}
+    assert {*doctor.USES} == {*known} - {"dev"}
 
 
 @pytest.mark.parametrize("extra", ["gguf", "serve", "tpu"])
@@ -43,7 +43,7 @@ def test_an_installed_distribution_says_the_same(monkeypatch, extra):
     wanted = extras.missing(extra)
     lines = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     metadata = [f'{line}; extra == "{name}"' for name, each in lines.items() for line in each if ";" not in line]
-    monkeypatch.setattr(extras, "_CHECKOUT", pathlib.Path("/usr/lib/site-packages"))
+    monkeypatch.setattr(extras, "CHECKOUT", pathlib.Path("/usr/lib/site-packages"))
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: metadata)
     assert extras.missing(extra) == wanted
 

@@ -71,7 +71,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
 def test_help_names_every_word(capsys):
     assert prepare.main([]) == prepare.main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert all(f"\n  {word}  " in said for word in prepare._MODULES)
+    assert all(f"\n  {word}  " in said for word in prepare.MODULES)
 
 
 def test_the_older_words_take_their_flags_on_both_sides(tmp_path, capsys):

@@ -620,7 +620,7 @@ class TestExtras:
 
     def test_without_a_checkout_the_distribution_is_named(self, monkeypatch):
         """The name capibara on PyPI is a package of others."""
-        monkeypatch.setattr(extras, "_CHECKOUT", pathlib.Path("/usr/lib/site-packages"))
+        monkeypatch.setattr(extras, "CHECKOUT", pathlib.Path("/usr/lib/site-packages"))
         assert extras.install_command("hf") == 'pip install "capibara-tpu[hf]"'
 
     def test_a_package_that_is_broken_keeps_its_error(self, tmp_path, monkeypatch):

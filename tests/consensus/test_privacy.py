@@ -71,7 +71,7 @@ def test_a_budget_that_the_first_round_exceeds_is_one_line():
 
 
 def test_without_a_budget_there_is_no_end(monkeypatch):
-    monkeypatch.setattr(privacy, "_MOST_RELEASES", 64)
+    monkeypatch.setattr(privacy, "MOST_RELEASES", 64)
     unlimited = Privacy(clip_norm=1.0, noise_multiplier=1.0, accounting="rdp")
     assert unlimited.releases_within() == 64
 

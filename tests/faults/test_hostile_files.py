@@ -134,7 +134,7 @@ def test_expressions_that_loop_are_refused(pattern, tmp_path):
 
 
 KNOWN = [
-    *sorted(tokenizer_limits._KNOWN),
+    *sorted(tokenizer_limits.KNOWN),
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{M}]*[\p{Ll}\p{Lm}\p{M}]+(?i:'s|'t|'re)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+",
     r"[\p{Han}]+|[^\r\n\p{L}]?[\p{Lu}\p{Lt}&&[^\p{Han}]]*[\p{Ll}\p{Lm}&&[^\p{Han}]]+(?i:'s|'t)?",

@@ -261,7 +261,7 @@ def test_a_step_of_more_files_than_can_be_read_is_not_written(tmp_path):
     files = tuple(manifest.File(f"{i}", 0, "") for i in range(3))
     (tmp_path / "1").mkdir()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="at most 2"):
-        patch.setattr(manifest, "_MOST_FILES", 2)
+        patch.setattr(manifest, "MOST_FILES", 2)
         manifest.write(epath.Path(tmp_path / "1"), manifest.Manifest(1, files))
     assert not (tmp_path / "1" / "manifest.json").exists()
 

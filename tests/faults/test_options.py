@@ -176,7 +176,7 @@ def test_ciphertexts_that_were_changed_are_found_out(tmp_path, key, how, monkeyp
 
 
 def test_long_contents_are_encrypted_piece_by_piece_in_their_order(key, monkeypatch):
-    monkeypatch.setattr(encryption, "_SEGMENT", 100)
+    monkeypatch.setattr(encryption, "SEGMENT", 100)
     found = Encryption().key()
     for size in (0, 1, 100, 101, 1000):
         content = np.random.default_rng(size).bytes(size)

@@ -16,8 +16,8 @@ FACTS = {"version of capibara": "1", "configuration": "Trainer.seed = 0\nTrainer
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(roll_call, "_LINGER_S", 1.5)
-    monkeypatch.setattr(roll_call, "_RETRY_S", 0.1)
+    monkeypatch.setattr(roll_call, "LINGER_S", 1.5)
+    monkeypatch.setattr(roll_call, "RETRY_S", 0.1)
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def test_all_go_on_when_the_last_has_come(address):
 
 @pytest.mark.fault(65)
 def test_who_does_not_come_is_named_to_all(address, monkeypatch):
-    monkeypatch.setattr(roll_call, "_SAY_S", 0.5)
+    monkeypatch.setattr(roll_call, "SAY_S", 0.5)
     began_s = time.monotonic()
     told, said = calls(address, *[one for one in all_of(4) if one.index != 2], timeout_s=2.0)
-    assert time.monotonic() - began_s < 2.0 + roll_call._LINGER_S + 1.0
+    assert time.monotonic() - began_s < 2.0 + roll_call.LINGER_S + 1.0
     for error in told.values():
         assert isinstance(error, TryAgain)
         assert "process 2 of 4 did not connect within 2 s (connected: 0 on host-0, " in str(error)
@@ -150,7 +150,7 @@ def test_a_process_that_went_away_may_come_again(address):
         import json
 
         with socket.create_connection((host, int(port))) as leaving:
-            leaving.sendall(json.dumps({"kind": roll_call._KIND, **dataclasses.asdict(one[1])}).encode() + b"\n")
+            leaving.sendall(json.dumps({"kind": roll_call.KIND, **dataclasses.asdict(one[1])}).encode() + b"\n")
             time.sleep(0.2)
 
     leaver = threading.Thread(target=come_and_go)

@@ -270,7 +270,7 @@ def test_a_process_of_templates_that_is_killed_is_started_again(tokenizer_folder
 def test_a_process_of_templates_that_is_stopped_has_a_deadline(tokenizer_folder, monkeypatch):
     assert render(tokenizer_folder, "{{ bos_token }}") == "<s>"
     template_process._process.close()
-    monkeypatch.setattr(template_process, "_WAIT_S", 1)
+    monkeypatch.setattr(template_process, "WAIT_S", 1)
     assert render(tokenizer_folder, "{{ bos_token }}") == "<s>"
     stopped = template_process._process._running
     os.kill(stopped.pid, signal.SIGSTOP)

@@ -424,7 +424,7 @@ def holding(tmp_path):
 @pytest.mark.fault(55)
 @pytest.mark.parametrize("how", ["stopped", "busy", "its child"])
 def test_a_lock_that_is_not_given_back_names_its_holder(tmp_path, holding, monkeypatch, how):
-    monkeypatch.setattr(lease_module, "_LOCK_S", 0.5)
+    monkeypatch.setattr(lease_module, "LOCK_S", 0.5)
     pid, began_s = holding(how), time.monotonic()
     with pytest.raises(UserError) as error:
         Lease(epath.Path(tmp_path))
@@ -446,7 +446,7 @@ def test_a_lock_that_comes_free_in_time_is_waited_for(tmp_path, holding):
 
 @pytest.mark.fault(55)
 def test_the_holder_of_a_lease_ends_in_time_where_its_lock_is_held(tmp_path, holding, monkeypatch):
-    monkeypatch.setattr(lease_module, "_LOCK_S", 0.3)
+    monkeypatch.setattr(lease_module, "LOCK_S", 0.3)
     lease = Lease(epath.Path(tmp_path), stale_after_s=0.6)
     holding("stopped")
     time.sleep(0.3)  # its thread waits for the lock by now

@@ -149,7 +149,7 @@ def differing(folder: pathlib.Path) -> dict:
 
 def not_shared(folder: pathlib.Path) -> dict:
     """Each process has a folder of its own by the same name, as on the disks of hosts."""
-    lease._SEEN_S = 1.0
+    lease.SEEN_S = 1.0
     try:
         Checkpoints(str(folder / f"own.{jax.process_index()}"), Checkpointing()).close()
     except UserError as error:

@@ -220,7 +220,7 @@ def _legacy(tensors: dict, torch_file: object) -> bytes:
 
     entries = [(name, str(number), value) for number, (name, value) in enumerate(tensors.items())]
     protocol = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
-    head = [pickle.dumps(value, protocol=2) for value in (torch_file._MAGIC, torch_file._PROTOCOL, protocol)]
+    head = [pickle.dumps(value, protocol=2) for value in (torch_file.MAGIC, torch_file._PROTOCOL, protocol)]
     keys = pickle.dumps([key for _, key, _ in entries], protocol=2)
     data = b"".join(value.size.to_bytes(8, "little") + value.tobytes() for _, _, value in entries)
     return b"".join([*head, torch_file._pickled(entries), keys]) + data

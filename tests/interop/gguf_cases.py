@@ -171,7 +171,7 @@ def sentencepiece() -> dict[str, bytes]:
 @functools.cache
 def sentencepiece_model(model_type: str = "bpe", rule: str = "identity") -> bytes:
     """A small SentencePiece model file, as `capibara prepare vocabulary` trains it."""
-    settings = train_vocabulary._TRAINER | dict(model_type=model_type, normalization_rule_name=rule)
+    settings = train_vocabulary.TRAINER | dict(model_type=model_type, normalization_rule_name=rule)
     written = io.BytesIO()
     lines = iter(TEXT.splitlines())
     sentencepiece_library.SentencePieceTrainer.train(

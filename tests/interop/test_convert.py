@@ -212,7 +212,7 @@ def test_mistakes_are_one_line(argv, message, model_dir, tmp_path, monkeypatch, 
 
 
 def test_the_verb_offers_every_form():
-    assert set(convert._FORMATS) == set(conversion.FORMATS)
+    assert set(convert.FORMATS) == set(conversion.FORMATS)
 
 
 def test_a_run_of_bytes_has_no_tokenizer_file(params):

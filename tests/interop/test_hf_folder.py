@@ -105,7 +105,7 @@ def test_each_device_holds_its_shards(name, mesh, tmp_path, monkeypatch):
     got = open_model.load_params(foreign, model, targets)
     assert_equal(got, params)
     assert [x.sharding for x in jax.tree.leaves(got)] == jax.tree.leaves(targets)
-    monkeypatch.setattr(open_model, "_BUFFER_BYTES", 1000)  # a few shards at a time
+    monkeypatch.setattr(open_model, "BUFFER_BYTES", 1000)  # a few shards at a time
     assert_equal(open_model.load_params(foreign, model, targets), params)
 
 

@@ -151,15 +151,15 @@ def test_a_verb_is_run(capfd):
 
 def test_a_free_address_is_none_that_a_connection_may_take(monkeypatch, tmp_path):
     """The system gives its own range to whoever connects, before a worker listens where it was told to."""
-    lowest, highest = map(int, pathlib.Path(local._TO_ANYONE).read_text().split())
+    lowest, highest = map(int, pathlib.Path(local.TO_ANYONE).read_text().split())
     ports = [int(local.free_address().rpartition(":")[2]) for _ in range(50)]
     assert not [port for port in ports if lowest <= port <= highest or port < 1024] and len({*ports}) > 25
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         monkeypatch.setattr(local, "_LOWEST_PORT", number)
-        monkeypatch.setattr(local, "_TO_ANYONE", str(tmp_path / "range"))
+        monkeypatch.setattr(local, "TO_ANYONE", str(tmp_path / "range"))
         (tmp_path / "range").write_text(f"{number + 4} 65535\n")  # few are left, one of which is taken
         found = {int(local.free_address().rpartition(":")[2]) for _ in range(20)}
         assert found <= {number + 1, number + 2, number + 3}
-    monkeypatch.setattr(local, "_TO_ANYONE", str(tmp_path / "none"))
+    monkeypatch.setattr(local, "TO_ANYONE", str(tmp_path / "none"))
     assert int(local.free_address().rpartition(":")[2]) > 0

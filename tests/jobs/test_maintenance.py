@@ -99,7 +99,7 @@ def test_no_metadata_server(monkeypatch):
 def test_a_run_starts_again_after_each_announcement_until_its_host_is_taken(values, monkeypatch):
     """As `launch staged` runs it; a SIGTERM of somebody else ends it."""
     monkeypatch.setattr(maintenance, "Maintenance", functools.partial(Maintenance, every_s=0.01))
-    monkeypatch.setattr(staged, "_REST_S", 0.01)
+    monkeypatch.setattr(staged, "REST_S", 0.01)
     announced = {"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}
     events = [announced, {"maintenance-event": "NONE"}, announced]
     starts = 0
@@ -125,7 +125,7 @@ def test_a_run_starts_again_after_each_announcement_until_its_host_is_taken(valu
 def test_a_second_announcement_while_the_run_rests_does_not_end_its_launcher(values, monkeypatch):
     """Then a SIGTERM of somebody else, which does."""
     monkeypatch.setattr(maintenance, "Maintenance", functools.partial(Maintenance, every_s=0.01))
-    monkeypatch.setattr(staged, "_REST_S", 1.0)
+    monkeypatch.setattr(staged, "REST_S", 1.0)
     starts = []
 
     def run():
@@ -142,7 +142,7 @@ def test_a_second_announcement_while_the_run_rests_does_not_end_its_launcher(val
     assert len(starts) == 2 and starts[1] - starts[0] > 1.1  # it has rested again
     starts.clear()
     values["maintenance-event"] = "NONE"
-    monkeypatch.setattr(staged, "_REST_S", 30.0)  # the signal ends it
+    monkeypatch.setattr(staged, "REST_S", 30.0)  # the signal ends it
 
     def run_and_be_ended():
         ended = run()

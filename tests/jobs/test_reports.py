@@ -12,7 +12,7 @@ from capibara.jobs.reports import Outcome, Report, Reporter
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    for name in (*reports._INDICES, "MEGASCALE_SLICE_ID"):
+    for name in (*reports.INDICES, "MEGASCALE_SLICE_ID"):
         monkeypatch.delenv(name, raising=False)
 
 

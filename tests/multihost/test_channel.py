@@ -105,7 +105,7 @@ def test_strangers_that_connect_first_keep_nobody_waiting(made, monkeypatch):
     monkeypatch.setattr(peers, "wait_for", got_late)
     begin_s = time.monotonic()
     leader, (follower,) = made(2)
-    assert time.monotonic() - begin_s < channel._HELLO_S / 2
+    assert time.monotonic() - begin_s < channel.HELLO_S / 2
     leader.send({"text": "after all"})
     assert next(iter(follower)) == {"text": "after all"}
     port = json.loads(made.store["channel"])["port"]
@@ -150,7 +150,7 @@ def test_a_follower_whose_process_0_is_gone_ends(made, capfd):
 
 
 def test_a_stranger_is_not_let_in(made, monkeypatch):
-    monkeypatch.setattr(channel, "_HELLO_S", 0.2)
+    monkeypatch.setattr(channel, "HELLO_S", 0.2)
     found = []
 
     def strangers():
@@ -176,14 +176,14 @@ def test_a_stranger_is_not_let_in(made, monkeypatch):
 
 
 def test_who_does_not_connect_is_named(made, monkeypatch):
-    monkeypatch.setattr(channel, "_OPEN_S", 0.3)
+    monkeypatch.setattr(channel, "OPEN_S", 0.3)
     with pytest.raises(TryAgain, match=r"process 1, 2 of 3 did not connect to process 0 within 0.3 s"):
         channel.Leader(3)
 
 
 def test_who_does_not_connect_is_left_out_where_it_is_not_needed(made, monkeypatch, capfd):
     """And the others are watched."""
-    monkeypatch.setattr(channel, "_OPEN_S", 0.5)
+    monkeypatch.setattr(channel, "OPEN_S", 0.5)
     leader, (follower,) = made(2, channel.watch, of=3)
     assert "note: process 2 of 3 did not connect to process 0 within 0.5 s" in capfd.readouterr().err
     gone = queue.SimpleQueue()

@@ -78,7 +78,7 @@ def test_who_decides_otherwise_is_named(made, first, second, who, says):
 def store(monkeypatch):
     """The coordinator's, and a short time between two comparisons."""
     kept = {}
-    monkeypatch.setattr(decisions, "_COMPARE_S", 0.02)
+    monkeypatch.setattr(decisions, "COMPARE_S", 0.02)
     monkeypatch.setattr(decisions, "_runs", itertools.repeat(0))
     monkeypatch.setattr(peers, "put", lambda name, value, again: kept.update({name: value}))
     monkeypatch.setattr(peers, "list_values", lambda folder: [v for n, v in kept.items() if n.startswith(f"{folder}/")])
@@ -100,7 +100,7 @@ def test_threads_publish_and_compare(made, store):
 
 def test_what_is_decided_last_is_published(made, store, monkeypatch):
     """A process that ends too early is found by those that go on."""
-    monkeypatch.setattr(decisions, "_COMPARE_S", 3600.0)
+    monkeypatch.setattr(decisions, "COMPARE_S", 3600.0)
     for step in range(20):
         with made(1) as one:
             one._wake.clear()

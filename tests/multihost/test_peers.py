@@ -40,11 +40,11 @@ def store(monkeypatch):
     monkeypatch.setattr(peers, "is_joined", lambda: True)
     monkeypatch.setattr(peers, "_client", lambda: (made, 1))
     monkeypatch.setattr(peers.os, "_exit", ended.append)
-    monkeypatch.setattr(peers, "_LOOK_S", 0.02)
-    monkeypatch.setattr(peers, "_OWN_S", 0.2)
+    monkeypatch.setattr(peers, "LOOK_S", 0.02)
+    monkeypatch.setattr(peers, "OWN_S", 0.2)
     for name in ("_leaving", "_reported"):
         monkeypatch.setattr(peers, name, type(peers._leaving)())
-    monkeypatch.setattr(exits, "_LEAVE_S", 3600.0)
+    monkeypatch.setattr(exits, "LEAVE_S", 3600.0)
     made.ended = ended
     return made
 
@@ -52,13 +52,13 @@ def store(monkeypatch):
 def test_the_first_word_is_kept(store):
     peers.report(2, "mine")
     peers.report(1, "more")
-    assert json.loads(store.known[peers._KEY])["message"] == "mine" and peers.has_reported()
+    assert json.loads(store.known[peers.KEY])["message"] == "mine" and peers.has_reported()
     assert peers.peer_fault() is None  # it is our own
 
 
 def test_a_report_that_is_to_come_is_waited_for(store, monkeypatch):
     monkeypatch.setattr(peers, "_report_expected", type(peers._leaving)())
-    threading.Timer(0.3, store.known.update, [{peers._KEY: word(0)}]).start()
+    threading.Timer(0.3, store.known.update, [{peers.KEY: word(0)}]).start()
     assert peers.peer_fault() is None
     peers.expect_report()
     assert peers.peer_fault(0.0) is None
@@ -69,7 +69,7 @@ def test_another_that_failed_ends_this_one_with_its_line_and_code(store, capfd):
     peers.listen()
     time.sleep(0.1)
     assert not store.ended
-    store.key_value_set(peers._KEY, word(3))
+    store.key_value_set(peers.KEY, word(3))
     time.sleep(1.0)
     assert store.ended == [2] and capfd.readouterr().err == "error: process 3 on host-3 ended: no such file\n"
 
@@ -79,7 +79,7 @@ def test_one_that_ends_by_itself_is_left_alone(store, capfd, end):
     peers.listen()
     if end == "well":
         peers.begin_exit()
-        store.key_value_set(peers._KEY, word(3))
+        store.key_value_set(peers.KEY, word(3))
     store.gone = end != "well"
     time.sleep(0.6)
     assert store.ended == [] and capfd.readouterr().err == ""
@@ -97,14 +97,14 @@ def test_one_that_ends_by_itself_is_left_alone(store, capfd, end):
 def test_a_verb_tells_its_fault_or_says_whose_it_is(store, capfd, raised, known, code, said, told):
     """A connection that another's end has closed is no fault of this process."""
     if known is not None:
-        store.known[peers._KEY] = known
+        store.known[peers.KEY] = known
 
     def main(argv):
         raise raised
 
     assert exits.run_verb(main, []) == code
     assert capfd.readouterr().err == said
-    assert told is None or json.loads(store.known[peers._KEY])["message"] == told
+    assert told is None or json.loads(store.known[peers.KEY])["message"] == told
 
 
 class JaxRuntimeError(RuntimeError):
@@ -139,4 +139,4 @@ def test_one_that_was_killed_is_said_to_be_gone(store, capfd, error, is_lost):
 def test_a_crash_keeps_its_trace_and_is_told(store, capfd):
     assert exits.run_verb(lambda argv: {}["nothing"], []) == 1
     assert "Traceback" in capfd.readouterr().err
-    assert json.loads(store.known[peers._KEY])["message"] == "KeyError: 'nothing'"
+    assert json.loads(store.known[peers.KEY])["message"] == "KeyError: 'nothing'"

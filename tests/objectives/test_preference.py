@@ -36,7 +36,7 @@ MODEL = DecoderConfig(vocab_size=384, embed_dim=32, num_layers=1, num_heads=2, m
 def test_log_probabilities_and_their_gradients_equal_those_of_whole_logits(
     cap, temperature, usable, blocks, monkeypatch
 ):
-    monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
+    monkeypatch.setattr(by_tokens, "BLOCK_BYTES", {"cpu": 3 * 8 * 40 * 4 // blocks})
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(3, 8, 16)), jnp.float32)
     head = jnp.asarray(rng.normal(size=(40, 16)), jnp.float32)

@@ -52,7 +52,7 @@ def test_a_finished_build_is_not_repeated_and_another_is_refused(folder, embedde
 
 
 def test_a_build_that_was_killed_embeds_only_what_is_left(tmp_path, embedder, documents, monkeypatch):
-    monkeypatch.setattr(build, "_BLOCK", 128)
+    monkeypatch.setattr(build, "BLOCK", 128)
     counts = []
 
     class Counting:

@@ -37,7 +37,7 @@ class FlakyStore(MemoryFileSystem):
 @pytest.fixture
 def store(monkeypatch, tmp_path) -> Iterator[FlakyStore]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
     fsspec.register_implementation("flaky", FlakyStore, clobber=True)
     FlakyStore.faults, FlakyStore.reads = [], []
     remote._filesystem.cache_clear()

@@ -56,9 +56,9 @@ def test_another_type_is_one_line(assigned, tmp_path, method, name, args, said):
 
 def test_every_method_of_the_table_is_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(user_modules, "own_class", lambda store: type(store).__name__)
-    wrong = type("Wrong", (DiskStore,), {name: lambda self, *args: 1.5 for name in checked._RETURNS})
+    wrong = type("Wrong", (DiskStore,), {name: lambda self, *args: 1.5 for name in checked.RETURNS})
     store = checked.checked(wrong())
-    for name, (_, needed) in checked._RETURNS.items():
+    for name, (_, needed) in checked.RETURNS.items():
         with pytest.raises(UserError, match=f"Wrong.{name} returned 1.5, must be {needed}: "):
             getattr(store, name)("anything")
     assert isinstance(copy.copy(store), type(store))
@@ -82,4 +82,4 @@ def test_capibaras_stores_are_not_wrapped(tmp_path):
 def test_the_table_has_every_method_that_returns_a_value():
     returns = {name for name, method in vars(Store).items() if inspect.isfunction(method) and not name.startswith("_")
                and inspect.signature(method).return_annotation != "None"}  # fmt: skip
-    assert returns - {"open", "lines"} == set(checked._RETURNS)
+    assert returns - {"open", "lines"} == set(checked.RETURNS)

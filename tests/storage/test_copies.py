@@ -49,7 +49,7 @@ def test_what_the_store_has_no_longer_is_no_longer_in_the_copy(store):
 
 
 def test_files_that_are_not_wanted_do_not_count(store, monkeypatch):
-    monkeypatch.setattr(copies, "_MOST_FILES", 2)
+    monkeypatch.setattr(copies, "MOST_FILES", 2)
     store.pipe({f"/m/checkpoints/{i}": b"x" for i in range(3)} | {"/m/tokenizer.json": b"{}"})
     assert os.listdir(copies.local_folder("flaky://m", {"tokenizer.json"})) == ["tokenizer.json"]
     with pytest.raises(UserError, match="has 4 files, must have at most 2"):
@@ -57,7 +57,7 @@ def test_files_that_are_not_wanted_do_not_count(store, monkeypatch):
 
 
 def test_a_copy_survives_a_read_that_fails_and_leaves_nothing_where_all_do(store, monkeypatch):
-    monkeypatch.setattr(copies, "_PIECE_BYTES", 4)
+    monkeypatch.setattr(copies, "PIECE_BYTES", 4)
     store.pipe_file("/m/a", b"0123456789")
     store.faults[:] = [ConnectionResetError("reset"), None]
     with open(copies.local_file("flaky://m/a"), "rb") as file:

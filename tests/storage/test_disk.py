@@ -54,7 +54,7 @@ def test_links_are_files_and_folders_that_are_too_deep_are_refused(folder):
     os.symlink(folder / "a", folder / "link")
     os.symlink(folder / "none", folder / "to nothing")
     assert STORE.list(folder) == {"a": 5, "link": 5} and STORE.is_link(folder / "link")
-    deep = folder.joinpath(*["d"] * (disk._DEEPEST + 2))
+    deep = folder.joinpath(*["d"] * (disk.DEEPEST + 2))
     STORE.make_folder(deep)
     STORE.make_folder(deep)
     with pytest.raises(OSError, match="folders more than 32 deep"):

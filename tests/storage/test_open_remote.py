@@ -103,7 +103,7 @@ def test_files_of_a_bucket_that_are_trained_on_and_validated_on_are_told(store, 
 def test_large_corpora_are_not(store, monkeypatch):
     from capibara.data.text import disk
 
-    monkeypatch.setattr(disk, "_COPY_BYTES", 10)
+    monkeypatch.setattr(disk, "COPY_BYTES", 10)
     store.pipe({"/c/a.jsonl": b'{"text": "a"}\n{"text": "b"}\n'})
     with pytest.raises(UserError, match="use @ShardedSource"):
         JsonlSource(files=("flaky://c/*.jsonl",)).open("train")

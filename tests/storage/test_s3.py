@@ -23,7 +23,7 @@ HERE = pathlib.Path(__file__).parent
 def put(s3, monkeypatch, tmp_path):
     """(name in the bucket, content) -> writes it, and returns its address; retries do not wait."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
     remote._filesystem.cache_clear()
     files = fsspec.filesystem("s3")
 
@@ -92,7 +92,7 @@ def test_a_model_is_copied_whole_and_again_when_it_has_changed(s3, put, tmp_path
 
 
 def test_the_copy_of_a_file_is_read_in_pieces(s3, put, monkeypatch):
-    monkeypatch.setattr(copies, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(copies, "PIECE_BYTES", 1000)
     content, before = np.random.default_rng(0).bytes(10_500), s3.reads
     with open(copies.local_file(put("large", content)), "rb") as file:
         assert file.read() == content

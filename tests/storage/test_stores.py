@@ -65,7 +65,7 @@ def test_a_folder_gets_another_name(folder):
 
 
 def test_ranges_globs_and_lines(folder, monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.0)  # a range beyond the end may be a connection that was cut
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)  # a range beyond the end may be a connection that was cut
     store = stores.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     store.append(folder / "a.jsonl", "first")

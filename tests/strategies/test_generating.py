@@ -36,7 +36,7 @@ class Finishing:
 )
 def test_progress_counts_the_answers_of_all_processes(processes, toy_tokenizer, monkeypatch, chips, counts, want):
     """Once each where they generate together."""
-    monkeypatch.setattr(generating, "_ASK_EVERY_STEPS", 1)
+    monkeypatch.setattr(generating, "ASK_EVERY_STEPS", 1)
     source = cb.PromptJsonlSource(files=("nowhere.jsonl",), template=cb.ChatTemplate(tokenizer=toy_tokenizer))
     vocabulary = cb.TokenizerJsonVocabulary(path=toy_tokenizer)
     dataset = cb.Dataset(source=source, vocabulary=vocabulary, length=8, packing="none")

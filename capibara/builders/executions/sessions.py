@@ -10,7 +10,7 @@ from typing import NamedTuple
 _PARSER = doctest.DocTestParser()
 _PROMPT = re.compile(r"^[ \t]*>>> ", re.MULTILINE)
 _MESSAGE = re.compile(r"^(?P<name>[A-Za-z_][\w.]*)(?:: (?P<value>.*))?$", re.MULTILINE | re.DOTALL)
-_LONGEST = 1 << 20  # characters of a session; a longer one becomes several
+LONGEST = 1 << 20  # characters of a session; a longer one becomes several
 _ELLIPSIS = re.compile(r"#\s*doctest:")
 
 
@@ -74,7 +74,7 @@ def _blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         is_prompt = _PROMPT.match(line) is not None
         # Prose, or the output after an empty line, which doctest does not know.
         is_prose = line.strip() != "" and bool(block) and not block[-1].strip() and not is_prompt
-        if block and (is_prose or number != begin + len(block) or (is_prompt and size > _LONGEST)):
+        if block and (is_prose or number != begin + len(block) or (is_prompt and size > LONGEST)):
             yield begin, "\n".join(block)
             block = []
         if is_prompt and not block:

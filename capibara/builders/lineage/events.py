@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "file"  # of data sets that are files
 _JOBS = "capibara"  # namespace of jobs, where OPENLINEAGE_NAMESPACE does not say another
-_MOST_FILES = 1000  # inputs or outputs that an event names one by one
+MOST_FILES = 1000  # inputs or outputs that an event names one by one
 _PARENT = "OPENLINEAGE_PARENT_ID"
 
 
@@ -144,7 +144,7 @@ def outputs_of(folder: str, files: Sequence[File], fingerprint: str) -> list[Dat
             records=file.records,
             fields=_fields(os.path.join(folder, file.name)),
         )
-        for file in files[:_MOST_FILES]
+        for file in files[:MOST_FILES]
     ]
     size, records = sum(file.bytes for file in files), sum(file.records for file in files)
     return [Dataset(path=folder, version=fingerprint, bytes=size, files=len(files), records=records), *named]
@@ -161,12 +161,12 @@ def _fields(path: str) -> tuple[tuple[str, str], ...]:
 
 def _grouped(inputs: Sequence[Dataset]) -> list[Dataset]:
     """The inputs; their folders where they are many."""
-    if len(inputs) <= _MOST_FILES:
+    if len(inputs) <= MOST_FILES:
         return list(inputs)
     folders: dict[str, list[Dataset]] = {}
     for item in inputs:
         folders.setdefault(os.path.dirname(item.path), []).append(item)
-    if len(folders) > _MOST_FILES:
+    if len(folders) > MOST_FILES:
         folders = {os.path.commonpath(list(folders)): list(inputs)}
     return [
         Dataset(

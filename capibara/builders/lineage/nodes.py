@@ -9,7 +9,7 @@ from typing import Any
 
 from capibara.builders.files.problems import printable
 
-_SHOWN = 20  # unchanged files of a data set that the text names
+SHOWN = 20  # unchanged files of a data set that the text names
 DIGITS = 12  # of a hash in the text
 
 
@@ -91,7 +91,7 @@ class Node:
         inner = f"{indent}  "
         lines += [f"{inner}! {printable(note)}" for note in self.notes]
         files = [item for item in self.parents if item.kind is Kind.FILE and item.state is State.WHOLE]
-        hidden = {id(item) for item in files[_SHOWN:]}
+        hidden = {id(item) for item in files[SHOWN:]}
         lines += [parent.text(inner) for parent in self.parents if id(parent) not in hidden]
         lines += [f"{inner}and {len(hidden):,} more files, all unchanged"] if hidden else []
         return "\n".join(lines)

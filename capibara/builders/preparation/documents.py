@@ -26,10 +26,10 @@ from capibara.storage.store import Entry
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".md")  # of the files of a folder
 NO_TEXT = "no_text"  # a kind of problem besides those of any file: a record without the field
-_BLOCK_BYTES, _SLACK_BYTES = 1 << 20, 1 << 16  # read at a time; read after a piece for its last line
+BLOCK_BYTES, _SLACK_BYTES = 1 << 20, 1 << 16  # read at a time; read after a piece for its last line
 _REMOTE_BYTES, _REMOTE_THREADS = 8 << 20, 8  # of a bucket, in which each request takes its time
 _ROWS_BYTES = 4 << 20  # of Parquet files that are read at a time
-_FAST_BYTES = limits.MIB  # of a line that is parsed without limits: it has too few values to do harm
+FAST_BYTES = limits.MIB  # of a line that is parsed without limits: it has too few values to do harm
 _PARTS, _LEAST_PART_BYTES = 64, 4 << 20  # of a small corpus, so that all workers have some
 _BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd")
@@ -379,7 +379,7 @@ def _line_blocks(piece: Piece) -> Iterator[tuple[Sequence[bytes | None], bool]]:
     started: list[bytes] = []  # blocks of an unfinished line
     size, dropped = 0, 0  # bytes of `begun`, and those that are gone, as the line is too long
     is_inside = piece.start > 0  # the first line begins before the piece
-    block_bytes = _BLOCK_BYTES if stores.of(file.url).has_local_paths else _REMOTE_BYTES
+    block_bytes = BLOCK_BYTES if stores.of(file.url).has_local_paths else _REMOTE_BYTES
     while at < file.size:
         near_end = piece.stop + _SLACK_BYTES if at < piece.stop else file.size
         block = _read(file, at, min(at + block_bytes, near_end, file.size))
@@ -415,7 +415,7 @@ def _parsed(line: bytes, loads: Callable[[bytes], Any]) -> Any:
     Raises:
       ValueError: it is not JSON.
     """
-    if len(line) <= _FAST_BYTES:
+    if len(line) <= FAST_BYTES:
         try:
             return loads(line)
         except ValueError:  # the other one says why

@@ -15,7 +15,7 @@ from capibara.core.types import UserError
 _RENAMED = {"--damaged": "--corrupted", "--objective": "--goal"}
 
 # What a value's name in --help says of it: that it is a path.
-_PATHS = ("DIR", "FILE", "FILE.gin", "IN", "MODEL", "NAME=PATH", "PATH", "RUN", "RUN.gin", "RUNS", "T5X.gin")
+PATHS = ("DIR", "FILE", "FILE.gin", "IN", "MODEL", "NAME=PATH", "PATH", "RUN", "RUN.gin", "RUNS", "T5X.gin")
 
 Arguments = argparse.Namespace  # of a command line
 
@@ -125,7 +125,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None 
     args.gin_file = [part for value in args.gin_file for part in value.split(",") if part]
     args.gin_search_paths = [part for value in args.gin_search_paths for part in value.split(",") if part]
     for action in parser._actions:
-        if action.metavar in _PATHS:
+        if action.metavar in PATHS:
             setattr(args, action.dest, _in_home(getattr(args, action.dest)))
     for folder in args.gin_search_paths:
         if not os.path.isdir(folder):
@@ -138,7 +138,7 @@ def _check_not_empty(parser: argparse.ArgumentParser, args: Arguments) -> None:
     """Raises UserError if a name or path is empty, as --to=$TARGET is where the variable is not set."""
     for action in parser._actions:
         value = getattr(args, action.dest, None)
-        if action.metavar in (*_PATHS, "NAME") and "" in (value if isinstance(value, list) else [value]):
+        if action.metavar in (*PATHS, "NAME") and "" in (value if isinstance(value, list) else [value]):
             flag = (action.option_strings or [action.metavar])[0]
             hint = ", or leave it out" if action.option_strings and not action.required else ""
             raise UserError(f"{flag} is empty: give it a value{hint}")

@@ -10,7 +10,7 @@ from etils import epath
 
 from capibara.storage import stores
 
-_ROUNDS = 200  # the newest, of which the files are read
+ROUNDS = 200  # the newest, of which the files are read
 _MOST_NODES = 1024
 _MOST_STEPS = 10**9  # of a round
 _SILENT = "it sent nothing"  # as the coordinator says
@@ -39,7 +39,7 @@ def group(folder: str, roots: Sequence[str]) -> dict[str, Any]:
         where = os.path.realpath(where)
     if store.is_link(epath.Path(where) / AGREED):
         return {"unavailable": f"{AGREED} in {where} is a link, which no coordinator makes"}
-    agreed, newest = Exchange(where).agreed(), reports.newest(epath.Path(where), _ROUNDS)
+    agreed, newest = Exchange(where).agreed(), reports.newest(epath.Path(where), ROUNDS)
     if agreed is None or not newest:
         return {"unavailable": f"its group has ended no round yet: {where}"}
     every = agreed.every if 0 < agreed.every < _MOST_STEPS else 1

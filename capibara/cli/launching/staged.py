@@ -23,7 +23,7 @@ _DESCRIPTION = """Run a verb with the files that a job has staged, and restart i
 exit codes: those of the verb; 128 + N if signal N stopped it"""
 
 _TERMINATED = 128 + signal.SIGTERM
-_REST_S = 10.0  # after maintenance was announced, before the run starts again
+REST_S = 10.0  # after maintenance was announced, before the run starts again
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ def _through_maintenance(run: Callable[[], int]) -> int:
         with Maintenance(say=_say) as maintenance:
             code = run()
             while code == _TERMINATED and maintenance.was_announced() and not maintenance.is_preempted():
-                if stopped.wait(_REST_S):  # by a second announcement, or by another process
+                if stopped.wait(REST_S):  # by a second announcement, or by another process
                     stopped.clear()
                     continue
                 _say("the run starts again until the maintenance begins")

@@ -31,7 +31,7 @@ LONGEST_TEMPLATE_KIB = 256  # those of models have up to 30
 _CPU_S, _CPU_S_PER_MIB = 1.0, 2.0
 _TEXT_CHARACTERS, _TEXT_PER_GIVEN = 1 << 20, 8
 # Processor time is what counts: this is for a process that was stopped from outside.
-_WAIT_S = 20
+WAIT_S = 20
 _ENDS_WITHIN_S = 5  # after it has closed its socket
 _MOST_TEMPLATES = 32  # a process with more begins anew
 _TRIES = 2
@@ -204,13 +204,13 @@ class _Process:
             )
         # By the kernel, which costs less than asking it before each call.
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _WAIT_S, 0))
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", WAIT_S, 0))
         self._socket = ours
         return ours
 
     def _ask(self, request: bytes, cpu_s: float, most_bytes: int = 0) -> Any:
         """What it answers."""
-        deadline_s = time.monotonic() + _WAIT_S + cpu_s
+        deadline_s = time.monotonic() + WAIT_S + cpu_s
         try:
             connection = self._socket or self._start()
         except OSError as error:
@@ -220,10 +220,10 @@ class _Process:
             answer = _receive(connection, deadline_s, max(most_bytes, _SHORT_BYTES))
         except TimeoutError:
             self.close()
-            raise _Lost(f"its process has not answered for {_WAIT_S + cpu_s:.0f} s") from None
+            raise _Lost(f"its process has not answered for {WAIT_S + cpu_s:.0f} s") from None
         except BlockingIOError:  # it does not read
             self.close()
-            raise _Lost(f"its process has not read for {_WAIT_S} s") from None
+            raise _Lost(f"its process has not read for {WAIT_S} s") from None
         except OSError:  # it has ended, even before it had read all
             answer = None
         except BaseException:  # half an exchange is left

@@ -31,7 +31,7 @@ from capibara.storage.store import Entry
 
 _PAGE, _PAGE_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _MAGIC = 0x71930E704FDAE05E
-_MOST_BYTES = 1 << 30  # largest size of a chunk, and of a block's records when unpacked
+MOST_BYTES = 1 << 30  # largest size of a chunk, and of a block's records when unpacked
 _MOST_RECORDS = 1 << 26  # of a block: each costs memory, also an empty one
 _CODECS = {ord("z"): "zstd", ord("b"): "brotli", ord("s"): "snappy"}
 _RECORDS, _TRANSPOSED = ord("r"), ord("t")
@@ -113,7 +113,7 @@ def _records(shard: Entry, layout: _Layout, first: int, last: int) -> list[bytes
       Malformed: they are corrupted, or too large.
     """
     start, stop = int(layout.begins[first]), int(layout.begins[last])
-    if stop - start > 2 * _MOST_BYTES:
+    if stop - start > 2 * MOST_BYTES:
         raise Malformed(f"a chunk of {stop - start:,} bytes")
     is_local, unpacked = stores.of(shard.url).has_local_paths, 0
     content = b"" if is_local else read(shard, start, stop)  # a local file is read by the library
@@ -126,8 +126,8 @@ def _records(shard: Entry, layout: _Layout, first: int, last: int) -> list[bytes
         if head.kind != _RECORDS or head.records != count or count > _MOST_RECORDS:
             raise Malformed(f"a chunk of {head.records:,} records at byte {begin:,}, {count:,} by the footer")
         unpacked += head.unpacked
-        if unpacked > _MOST_BYTES:
-            raise Malformed(f"more than {_MOST_BYTES:,} bytes unpacked")
+        if unpacked > MOST_BYTES:
+            raise Malformed(f"more than {MOST_BYTES:,} bytes unpacked")
     with _opened(shard, layout, start, content) as reader:
         try:
             values: list[bytes] = reader.read(int(layout.firsts[first]), int(layout.firsts[last]))
@@ -257,7 +257,7 @@ class _Header(NamedTuple):
 
 def _header(plain: bytes) -> _Header:
     _, size, _, kind, unpacked = struct.unpack_from("<5Q", plain)
-    if size > _MOST_BYTES:
+    if size > MOST_BYTES:
         raise Malformed(f"a chunk of {size:,} bytes")
     return _Header(size, kind & 0xFF, kind >> 8, unpacked)
 
@@ -284,7 +284,7 @@ def _unpacked(data: bytes, codec: int) -> bytes:
     if codec not in _CODECS:
         raise Malformed(f"unknown compression {codec}")
     size, begin = varint(data, 0)
-    if size > _MOST_BYTES:
+    if size > MOST_BYTES:
         raise Malformed(f"{size:,} bytes unpacked")
     pyarrow = extras.require("pyarrow", extra="parquet", why="compressed ArrayRecord files")
     try:

@@ -19,7 +19,7 @@ from capibara.core.types import UserError
 from capibara.data.shards.formats import Record, ShardFormat, read
 from capibara.storage.store import Entry
 
-_MOST_BYTES = 1 << 30  # largest unpacked size of the needed columns of a row group
+MOST_BYTES = 1 << 30  # largest unpacked size of the needed columns of a row group
 _BATCH_ROWS = 1024  # rows unpacked at a time
 
 
@@ -49,7 +49,7 @@ class ParquetRows(ShardFormat):
         group = int(np.searchsorted(rows, start, side="right")) - 1
         try:
             size = _unpacked_bytes(metadata.row_group(group), self.columns)
-            if size > _MOST_BYTES:
+            if size > MOST_BYTES:
                 raise UserError(
                     f"{shard.url} has a row group of {size / 2**30:.1f} GiB: write it with smaller ones (row_group_size=10000)"
                 )
@@ -72,7 +72,7 @@ def columns(shard: Entry) -> tuple[str, ...]:
 def _unpacked_bytes(group: Any, columns: tuple[str, ...]) -> int:
     """The unpacked size of columns of a row group, as it says itself, or a larger one."""
     # pyarrow 26 aborts the process where the footer of a column is corrupted: its columns are looked at where they must be.
-    if group.total_byte_size <= _MOST_BYTES:
+    if group.total_byte_size <= MOST_BYTES:
         return int(group.total_byte_size)
     chunks = [group.column(i) for i in range(group.num_columns)]
     selected = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
@@ -84,9 +84,9 @@ def _rows(file: Any, shard: Entry, group: int, columns: list[str]) -> list[Recor
     result, size = [], 0
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
         size += batch.nbytes
-        if size > _MOST_BYTES:
+        if size > MOST_BYTES:
             raise UserError(
-                f"{shard.url} has a row group of more than {_MOST_BYTES / 2**30:.0f} GiB: write it with smaller ones "
+                f"{shard.url} has a row group of more than {MOST_BYTES / 2**30:.0f} GiB: write it with smaller ones "
                 "(row_group_size=10000)"
             )
         result += batch.to_pylist()

@@ -21,7 +21,7 @@ from capibara.storage.store import Entry
 
 _HEAD, _FOOT, _FRAME = 12, 4, 16  # bytes before a record's content, after it, and in total
 _MASK = 0xA282EAD8
-_MOST_BYTES = 256 << 20  # largest size of a record
+MOST_BYTES = 256 << 20  # largest size of a record
 _LOOK_BYTES = 1 << 16  # bytes searched at a time
 
 
@@ -90,7 +90,7 @@ class _Window:
             return None
         head = self.read(at, _HEAD)
         length, check = struct.unpack("<QI", head)
-        return length if check == masked(google_crc32c.value(head[:8])) and length <= _MOST_BYTES else None
+        return length if check == masked(google_crc32c.value(head[:8])) and length <= MOST_BYTES else None
 
     def first_record(self, start: int, stop: int) -> int | None:
         """The position of the first record that begins in [start, stop), by what follows it; None: there is none."""
@@ -136,7 +136,7 @@ class _Window:
             for offset in np.flatnonzero((ends >= low) & (ends <= high))[::-1].tolist():
                 if _Window(self._shard, begin + offset, begin + offset + _HEAD).length(begin + offset) is not None:
                     return True
-            if not begin or reach > _MOST_BYTES:
+            if not begin or reach > MOST_BYTES:
                 return False
             reach *= 8
 
@@ -164,7 +164,7 @@ def _check_end(shard: Entry) -> None:
         at = window.first_record(begin, shard.size) if begin else 0
         if at is not None or not begin:
             break
-        if size > _MOST_BYTES:  # a record would have begun within so many bytes
+        if size > MOST_BYTES:  # a record would have begun within so many bytes
             raise UserError(f"{shard.url} is corrupted: its last {size:,} bytes have no record: copy it again")
         size = min(8 * size, shard.size)
     while at is not None and at < shard.size:

@@ -30,7 +30,7 @@ BUILD_RECORDS = (  # of a builder, beside the manifest; no documents to read
 )
 _HIDDEN = "is hidden, by its name"
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
-_COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
+COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
 
 # Domains by extension; any other extension is itself the name of the domain.
@@ -317,8 +317,8 @@ def _tell_left_out(name: str, folder: str, files: Sequence[object], left_out: Se
 def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:
     """Copies the files that an address or glob matches in a bucket to this machine."""
     size = sum(entry.size for entry in entries)
-    if size > _COPY_BYTES:
-        most = _COPY_BYTES >> 30
+    if size > COPY_BYTES:
+        most = COPY_BYTES >> 30
         raise UserError(
             f"{name} ({pattern!r}) has {size / 2**30:.1f} GiB, at most {most} are copied to this machine: use "
             "@ShardedSource(), which streams the files"

@@ -18,8 +18,8 @@ from capibara.storage import stores
 
 MANIFEST = "manifest.json"
 _LEVELS = 3  # folders above a file in which its manifest may be
-_HASH_BYTES = 256 << 20  # of files together that are hashed; larger ones are identified by their sizes
-_NAMED = 200  # files without a data set that are named one by one
+HASH_BYTES = 256 << 20  # of files together that are hashed; larger ones are identified by their sizes
+NAMED = 200  # files without a data set that are named one by one
 _UNREADABLE = (OSError, UserError, TryAgain, limits.Refused, ValueError)
 
 Value = dict[str, Any]  # a JSON object
@@ -53,7 +53,7 @@ def of_files(sizes: Mapping[str, int], hashes: Mapping[str, str] | None = None) 
       file its `path`, `bytes` and, unless there is too much, `sha256`. Many other files are one entry, with a
       `fingerprint` of their names and sizes.
     """
-    is_hashed = sum(sizes.values()) <= _HASH_BYTES
+    is_hashed = sum(sizes.values()) <= HASH_BYTES
     known = {stores.of(path).absolute(path): digest for path, digest in (hashes or {}).items()}
     manifests: dict[str, Value | None] = {}
     sets: dict[str, Value] = {}
@@ -71,7 +71,7 @@ def of_files(sizes: Mapping[str, int], hashes: Mapping[str, str] | None = None) 
             named["files"] += 1
         else:
             others.append({"path": path, "bytes": size, **({"sha256": digest} if digest else {})})
-    return [*sets.values(), *(others if len(others) <= _NAMED else [_together(others)])]
+    return [*sets.values(), *(others if len(others) <= NAMED else [_together(others)])]
 
 
 def _patterns(source: object) -> Iterator[str]:

@@ -35,7 +35,7 @@ _PLAIN = frozenset(
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_KNOWN = {
+KNOWN = {
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
     rf"{_SUFFIXES}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
@@ -65,7 +65,7 @@ def check_json(content: bytes, path: str) -> None:
             limits.check_pattern(pattern)
     except limits.Refused as error:
         raise UserError(f"{path} is not a tokenizer.json that can be used: it has {error}") from None
-    if not set(patterns) <= _KNOWN or not {step["type"] for step in steps} <= _PLAIN:
+    if not set(patterns) <= KNOWN or not {step["type"] for step in steps} <= _PLAIN:
         _probe("json", content, _texts(patterns), path)
 
 

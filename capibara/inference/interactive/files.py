@@ -22,7 +22,7 @@ from capibara.inference.thinking.answering import Asked, Thinker
 from capibara.storage import outputs, packed
 
 _BEGINS = b'{"prompt": '  # the start of every line of the output
-_MOST = 1_000_000  # prompts in a file; all are held in memory
+MOST = 1_000_000  # prompts in a file; all are held in memory
 _AHEAD = 4  # queued requests per slot, so that no slot is idle while an earlier text is unfinished
 
 
@@ -78,8 +78,8 @@ def _prompts(file: BinaryIO, path: str, sampling: Sampling, adapters: Sequence[s
     of_json = packed.plain_name(path).endswith((".jsonl", ".ndjson"))
     for index, (number, content) in enumerate(packed.lines_of(file, path, blank=not of_json)):
         line, where = content.decode(), f"{path}:{number}"
-        if index == _MOST:
-            raise UserError(f"--prompts={path} has more than {_MOST:,} lines, each a prompt: put them in several files")
+        if index == MOST:
+            raise UserError(f"--prompts={path} has more than {MOST:,} lines, each a prompt: put them in several files")
         if of_json:
             yield _of_json(where, line, sampling, index, adapters)
         else:

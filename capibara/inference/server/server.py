@@ -39,7 +39,7 @@ _GIVEN_BACK_BYTES = 8 * 2**20  # of bodies read, after which freed memory is ret
 _OTHER_FILES = 256  # files that the process has open besides connections
 _LAST_WRITES_S = 2  # to finish writing when the grace period is over
 _CLOSE_S = 3.0
-_FAILED_S = 5.0  # during which requests still get an error after the engine failed
+FAILED_S = 5.0  # during which requests still get an error after the engine failed
 
 
 class Server(uvicorn.Server):
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
         if self._service.freed_bytes > _GIVEN_BACK_BYTES and not self._service.body_bytes:
             self._service.freed_bytes = 0
             threading.Thread(target=allocator.give_back, name="giving back", daemon=True).start()
-        return await super().on_tick(counter) or self._service.drained() or self._service.failed_for(_FAILED_S)
+        return await super().on_tick(counter) or self._service.drained() or self._service.failed_for(FAILED_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._signalled:
@@ -221,7 +221,7 @@ def _fail_requests(service: Service) -> float:
     if service.served is None:
         return 0.0
     service.served.engine.fail(ProcessLost("another process is gone"))
-    return _FAILED_S + _LAST_WRITES_S + 2 * _CLOSE_S
+    return FAILED_S + _LAST_WRITES_S + 2 * _CLOSE_S
 
 
 def _end(loading: threading.Thread, service: Service, leader: Leader | None, code: int) -> None:

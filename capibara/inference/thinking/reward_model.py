@@ -25,7 +25,7 @@ from capibara.models.api import Head, Model
 from capibara.sharding import Plan
 
 _SMALLEST_ROW = 32
-_BATCH_TOKENS = 8192  # that are read at once
+BATCH_TOKENS = 8192  # that are read at once
 
 
 def check_head(path: str, model: Model) -> None:
@@ -126,7 +126,7 @@ class RewardModel:
         sizes = [self._size(len(answer.ids)) for answer in answers]
         order = sorted(range(len(answers)), key=sizes.__getitem__)
         for size, numbers in itertools.groupby(order, sizes.__getitem__):
-            of_size, most = list(numbers), max(1, _BATCH_TOKENS // size)
+            of_size, most = list(numbers), max(1, BATCH_TOKENS // size)
             for group in (of_size[i : i + most] for i in range(0, len(of_size), most)):
                 for number, values in zip(group, self._read([answers[i] for i in group], size)):
                     scores[number] = values.tolist() if self.scores_steps else float(values[0])

@@ -38,7 +38,7 @@ _KINDS = {
     "BoolStorage": ("BOOL", np.bool_),
 }
 _STORAGES = {np.dtype(kind): name for name, (_, kind) in _KINDS.items()}
-_MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of files before 1.6
+MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of files before 1.6
 _ALIGNMENT = 64
 _PICKLE_BYTES, _SMALL = 64 << 20, 4096
 _RATIO = 64  # most compression accepted: torch.save compresses nothing
@@ -134,7 +134,7 @@ class TorchFile:
     def _of_pickles(self, file: BinaryIO) -> Mapping[str, Any]:
         file.seek(0)
         content = io.BytesIO(file.read(_PICKLE_BYTES))
-        if _loaded(content) != _MAGIC or _loaded(content) != _PROTOCOL:
+        if _loaded(content) != MAGIC or _loaded(content) != _PROTOCOL:
             raise Refused("it is no file of torch.save")
         about = _loaded(content)
         if not isinstance(about, dict) or not about.get("little_endian", True):

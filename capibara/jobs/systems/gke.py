@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _JOB_SETS, _JOBS, _SERVICES, _PODS, _LOGS = "jobsets.jobset.x-k8s.io", "jobs.batch", "services", "pods", "pods/log"
 _RESOURCES = {"JobSet": _JOB_SETS, "Job": _JOBS, "Service": _SERVICES}
-_PAGE = 250  # items of a list in one answer
+PAGE = 250  # items of a list in one answer
 _REASONS_S = 5.0  # for the call that says why a resource waits
 _LOG_LINES = 1000
 _LONGEST = 500  # characters of a message of the API
@@ -123,7 +123,7 @@ class _Api:
         while True:
             more = {"_continue": token} if token else {}
             try:
-                page = self.answer("list", resource, limit=_PAGE, **more, **arguments)
+                page = self.answer("list", resource, limit=PAGE, **more, **arguments)
             except _Gone as error:
                 if resource == _JOB_SETS and not self._has_job_sets:
                     return []  # the cluster has no controller for them
@@ -274,7 +274,7 @@ class Cluster(System):
 
     def _reasons(self) -> dict[tuple[str, ...], str]:
         """Why pods do not start, by their job and attempt; nothing if that cannot be listed."""
-        pending = {"label_selector": "capibara-job", "field_selector": "status.phase=Pending", "limit": _PAGE}
+        pending = {"label_selector": "capibara-job", "field_selector": "status.phase=Pending", "limit": PAGE}
         with contextlib.suppress(Busy, UserError, _Gone):
             pods = _items(self._api.answer("list", _PODS, _request_timeout=(_REASONS_S, _REASONS_S), **pending))
             newest = sorted((*_obstacle(pod), _key(_labels(pod))) for pod in pods or [])

@@ -45,7 +45,7 @@ _LONGEST = 300  # characters of the service's words
 _PASSING = frozenset({408, 409, 425, 429, 499})
 _PERMISSION_DENIED = 7  # google.rpc.Code, of a job's error
 _CANCELLED = 1
-_SPOT = 4  # Scheduling.Strategy
+SPOT = 4  # Scheduling.Strategy
 
 # Of JobState; one that is not here, of a later version, counts as waiting: the hosts' reports say when they run.
 _PHASES = {
@@ -191,7 +191,7 @@ def _resource(job: CustomJob) -> Resource:
     is_denied = False
     if name == "JOB_STATE_FAILED":
         is_denied = _is_quota(message) or raw.error.code == _PERMISSION_DENIED
-        is_spot = raw.job_spec.scheduling.strategy == _SPOT
+        is_spot = raw.job_spec.scheduling.strategy == SPOT
         if not is_denied and (_PREEMPTED.search(message) or is_spot and _STOCKOUT.search(message)):
             phase = Phase.PREEMPTED
     elif phase in (Phase.FAILED, Phase.CANCELLED):

@@ -19,12 +19,12 @@ _Arrays = tuple[jax.Array, ...]
 _Carry = TypeVar("_Carry")
 
 # Bytes of one block of float32 logits on a device: they fit in a CPU's cache and are small next to an HBM.
-_BLOCK_BYTES = {"cpu": 16 * 2**20}
+BLOCK_BYTES = {"cpu": 16 * 2**20}
 _DEFAULT_BLOCK_BYTES = 256 * 2**20
 # A block has at most this share of all logits: in a small batch the head's gradient is as large as a block.
 _FEWEST_BLOCKS = 4
 # Bytes of the head's gradient that are reduced at once.
-_REDUCED_BYTES = 64 * 2**20
+REDUCED_BYTES = 64 * 2**20
 
 
 def loss_sums(
@@ -138,7 +138,7 @@ def _reduced(part: Callable[..., jax.Array], D: int, V: int, layout: Layout) -> 
     if not layout.head_axes:
         return layout.reduced(part(1, 0, D))
     shards = layout.head_shards
-    fewest = min(-(-D * V * 4 // _REDUCED_BYTES), D // shards)
+    fewest = min(-(-D * V * 4 // REDUCED_BYTES), D // shards)
     pieces = next(n for n in range(fewest, D // shards + 1) if D // shards % n == 0)
     size = D // shards // pieces
 
@@ -199,7 +199,7 @@ def _over_blocks(
     """Scans `body` over blocks of positions; arrays [B, T, ...] become [blocks, B * T / blocks, ...]."""
     B, T = arrays[1].shape
     size = B * T * V * 4
-    limit = _BLOCK_BYTES.get(sharding.platform()) or min(_DEFAULT_BLOCK_BYTES, -(-size // _FEWEST_BLOCKS))
+    limit = BLOCK_BYTES.get(sharding.platform()) or min(_DEFAULT_BLOCK_BYTES, -(-size // _FEWEST_BLOCKS))
     fewest = -(-size // limit)
     blocks = next(n for n in range(min(fewest, T), T + 1) if T % n == 0)
 

@@ -18,13 +18,13 @@ from capibara.kernels.cross_entropy.terms import Softmax, Terms
 from capibara.kernels.matmul.transposition import transposed
 
 # Bytes of a part's float32 logits or of its gradient on a chip, whichever is larger; ids of a part of many tokens.
-_PART_BYTES, _FEWEST = 64 * 2**20, 1024
+PART_BYTES, _FEWEST = 64 * 2**20, 1024
 _PART_BYTES_OF = {"TPU v6 lite": 128 * 2**20}  # whose matrix units are four times as large
 # What a part and the gradient of the hidden states may take together to stay in a chip's vector memory (128 MiB), and what
 # the part may take of it: less is left in a whole train step than in the loss alone. A v6e gains nothing by it.
 _ON_CHIP_BYTES = {"TPU v5 lite": 104 * 2**20}
 _ON_CHIP_PART_BYTES, _FEWEST_ON_CHIP = 32 * 2**20, 512  # ids of a part, at least
-_LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
+LANES, _SUBLANES = 128, {"tpu": 8}  # a TPU's vector registers, in float32
 _LOWEST = -1e30  # below every logit, and finite; a part whose ids are all unusable has -inf
 
 
@@ -261,14 +261,14 @@ def part_ids(N: int, D: int) -> int:
     left = min(_ON_CHIP_PART_BYTES, _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - 4 * N * D)
     if left >= max(_ON_CHIP_PART_BYTES // 2, _FEWEST_ON_CHIP * id_bytes):
         return left // id_bytes
-    return max(_PART_BYTES_OF.get(sharding.device_kind(), _PART_BYTES) // id_bytes, _FEWEST)
+    return max(_PART_BYTES_OF.get(sharding.device_kind(), PART_BYTES) // id_bytes, _FEWEST)
 
 
 def _part_size(ids: int, most: int) -> int:
     """The number of ids in a part: a multiple of a register's lanes, which divides all ids where one nearly fits."""
     if ids <= most:
         return ids
-    lanes = max(1, most // _LANES)
-    whole = ids // _LANES if ids % _LANES == 0 else 0
+    lanes = max(1, most // LANES)
+    whole = ids // LANES if ids % LANES == 0 else 0
     fitting = next((n for n in range(lanes, lanes // 2, -1) if whole % n == 0), lanes) if whole else lanes
-    return min(ids, fitting * _LANES)
+    return min(ids, fitting * LANES)

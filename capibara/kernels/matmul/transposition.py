@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from capibara import sharding
 
 _ROWS, _MOST_PARTS = 8, 64
-_LARGE_BYTES = 2**20  # smaller matrices stay in the CPU's cache, and each part takes time to compile
+LARGE_BYTES = 2**20  # smaller matrices stay in the CPU's cache, and each part takes time to compile
 
 
 def transposed(x: jax.Array) -> jax.Array:
@@ -20,6 +20,6 @@ def transposed(x: jax.Array) -> jax.Array:
     """
     if sharding.platform() != "cpu" or sharding.active():
         return x.T
-    size = max(_ROWS, -(-len(x) // _MOST_PARTS)) if x.nbytes >= _LARGE_BYTES else len(x)
+    size = max(_ROWS, -(-len(x) // _MOST_PARTS)) if x.nbytes >= LARGE_BYTES else len(x)
     parts = [x[start : start + size].T for start in range(0, len(x), size)]
     return jax.lax.optimization_barrier(jnp.concatenate(parts, axis=1))

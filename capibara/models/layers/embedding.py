@@ -13,7 +13,7 @@ from capibara import sharding
 from capibara.sharding import ActiveMesh, Rules
 
 # Of one all-to-all: TPUs reserve three times this size for it during the whole step.
-_EXCHANGED_BYTES = 64 * 2**20
+EXCHANGED_BYTES = 64 * 2**20
 
 
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -51,7 +51,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLik
         exchanged = tokens_BT.size * table_VD.shape[1] * jnp.dtype(dtype).itemsize
         exchanged //= math.prod(mesh.shape[axis] for axis in vocab) if scattered else 1
         blocks = next(
-            n for n in range(1, rows + 1) if rows % n == 0 and (exchanged <= n * _EXCHANGED_BYTES or n == rows)
+            n for n in range(1, rows + 1) if rows % n == 0 and (exchanged <= n * EXCHANGED_BYTES or n == rows)
         )
         if blocks == 1:
             return block(table_VD, tokens_BT)

@@ -31,7 +31,7 @@ from capibara.monitoring.reading.run import Run
 
 _MOST_SERIES, _MOST_RUNS, _MOST_COMPARED = 40, 20, 20
 _POINTS = (10, 5_000)
-_MOMENT_S = 1.0
+MOMENT_S = 1.0
 _MOST_LISTED = 1_000
 
 _Handler = Callable[[Request, Exception], Awaitable[Response]]
@@ -279,7 +279,7 @@ def _order(name: str) -> Callable[[dict[str, Json]], tuple[float, str]]:
 
 async def _shown(runs: Sequence[Run]) -> None:
     """Waits a moment for runs that were found just now, so that the first answer has something to show."""
-    end_s = time.monotonic() + _MOMENT_S
+    end_s = time.monotonic() + MOMENT_S
     while any(run.is_new for run in runs) and time.monotonic() < end_s:
         await asyncio.sleep(0.02)
 

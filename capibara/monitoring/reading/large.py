@@ -18,7 +18,7 @@ from capibara.monitoring.reading.parsing import LONGEST_LINE_BYTES, Era, Range
 from capibara.monitoring.reading.run import CHECKED_BYTES, Run
 from capibara.storage import stores
 
-_PART_BYTES = 24 << 20  # of a file, for one process
+PART_BYTES = 24 << 20  # of a file, for one process
 _NICER = 4  # than the server: what viewers ask for goes first
 _LOOK_S = 0.02  # while processes read
 _NEWS_SHARE = 0.1  # of a file: read since viewers last heard of it
@@ -73,7 +73,7 @@ class LargeFiles:
         store = stores.of(run.path)
         target.size = _last_end(run.path, target.size, begin)
         while begin < target.size:
-            end = min(target.size, begin + _PART_BYTES)
+            end = min(target.size, begin + PART_BYTES)
             end = target.size if end == target.size else _next_end(run.path, end, target.size)
             part = Range(run.path, begin, end)
             file.jobs.append((part, self._submit(part, is_local=store.has_local_paths)))

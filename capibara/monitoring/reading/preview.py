@@ -28,7 +28,7 @@ class _Pace:
     block_bytes: int
 
 
-_DISK, _BUCKET = _Pace(512, 16 << 10), _Pace(64, 64 << 10)
+DISK, _BUCKET = _Pace(512, 16 << 10), _Pace(64, 64 << 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def preview(path: str, size: int) -> Preview:
       UserError, TryAgain: the file cannot be read.
     """
     store = stores.of(path)
-    pace = _DISK if store.has_local_paths else _BUCKET
+    pace = DISK if store.has_local_paths else _BUCKET
     count = max(2, min(pace.blocks, int(size * _SHARE) // pace.block_bytes))
     begins = np.linspace(0, max(0, size - pace.block_bytes), count).astype(np.int64).tolist()
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -21,10 +21,10 @@ from capibara.monitoring.reading.preview import preview
 from capibara.monitoring.reading.run import Run
 from capibara.storage import stores
 
-_SMALL_BYTES = 4 << 20  # appended since the last look: read at once, without other processes
-_LOOK_S = 0.25  # after which a look at many new runs ends, so that viewers see the first ones
-_SETTLE_S = 0.5  # after lines of a large file are shown: what a page needs to draw them is not to wait for other lines
-_PAUSE_S = 30.0  # after a fault of a bucket
+SMALL_BYTES = 4 << 20  # appended since the last look: read at once, without other processes
+LOOK_S = 0.25  # after which a look at many new runs ends, so that viewers see the first ones
+SETTLE_S = 0.5  # after lines of a large file are shown: what a page needs to draw them is not to wait for other lines
+PAUSE_S = 30.0  # after a fault of a bucket
 _FAULTS = (UserError, TryAgain, OSError, limits.Refused)
 
 
@@ -107,7 +107,7 @@ class Reader:
             self._scan(change)
             self._scanned_s = time.monotonic()
         for run in sorted(self.runs.values(), key=lambda run: (run.is_new, -run.wanted_s)):
-            if run.is_new and time.monotonic() - now_s > _LOOK_S:
+            if run.is_new and time.monotonic() - now_s > LOOK_S:
                 break
             try:
                 if run.id in self._large:
@@ -135,7 +135,7 @@ class Reader:
                     self._changed(change)
             except Exception:  # one run folder must not end the reading of all others
                 logging.getLogger(__name__).exception("the run folders could not be looked at")
-                self._wake.wait(_PAUSE_S)
+                self._wake.wait(PAUSE_S)
             if self._large:
                 self._large.wait()
             elif not (any(run.is_new for run in self.runs.values()) or self._waiting(time.monotonic())):
@@ -171,7 +171,7 @@ class Reader:
         try:
             if not self._has_grown(run):
                 return
-            if run.size - run.position > _SMALL_BYTES:
+            if run.size - run.position > SMALL_BYTES:
                 self._begin(run)
                 change.updated.append(run.id)
                 return
@@ -190,7 +190,7 @@ class Reader:
 
     def _failed(self, run: Run, error: BaseException) -> None:
         run.fault, run.size = limits.cause(error), run.position
-        self._paused[run.id] = time.monotonic() + _PAUSE_S
+        self._paused[run.id] = time.monotonic() + PAUSE_S
 
     def _has_grown(self, run: Run) -> bool:
         """Whether there is something to read; a file that is another one is read from its beginning."""
@@ -217,7 +217,7 @@ class Reader:
 
     def _waiting(self, now_s: float) -> list[Run]:
         """The runs of which rows are missing and are to be read now, those that were looked at last first."""
-        if now_s < self._shown_s + _SETTLE_S:
+        if now_s < self._shown_s + SETTLE_S:
             return []
         result = [run for run in self.runs.values() if run.is_coarse and run.id not in self._large]
         result = [run for run in result if run.is_unread or memory.is_looked_at(run)]
@@ -235,7 +235,7 @@ class Reader:
             except _FAULTS as error:
                 self._failed(run, error)
             if run.id not in self._large:  # it has become another file: it is looked at again later
-                self._paused[run.id] = now_s + _PAUSE_S
+                self._paused[run.id] = now_s + PAUSE_S
             if not self._large.has_room:
                 break
 

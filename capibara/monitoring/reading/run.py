@@ -24,7 +24,7 @@ from capibara.storage import outputs
 _MOST_EVENTS, _MOST_SAMPLES = 5_000, 20_000
 _MOST_KINDS = 16
 _MOST_FACTS = 1 << 16  # characters
-_OLDER_ROWS, _NEWEST_ROWS = 2_048, 2_048  # that are kept of each kind where memory is short
+OLDER_ROWS, _NEWEST_ROWS = 2_048, 2_048  # that are kept of each kind where memory is short
 _RECENT = 64  # lines from which the usual time between two is taken
 CHECKED_BYTES = 64  # before the position; if they have changed, the file is another one
 _QUIET_S, _QUIET_TRAIN_S = 120.0, 900.0  # without a line, or a training line: the least that counts as a stall
@@ -129,13 +129,13 @@ class Run:
 
     def forget_rows(self) -> None:
         """Keeps few of the older rows; all are read again when they are next looked at. New lines are still followed."""
-        if all(len(table) <= _OLDER_ROWS + _NEWEST_ROWS for table in self.tables.values()):
+        if all(len(table) <= OLDER_ROWS + _NEWEST_ROWS for table in self.tables.values()):
             return
         with self.lock:
             self.whole_bytes = self.held_bytes
             train = self.view("train")
             for table in self.tables.values():
-                table.coarsen(_OLDER_ROWS, _NEWEST_ROWS)
+                table.coarsen(OLDER_ROWS, _NEWEST_ROWS)
             self.attempts.forget_rows(train, len(self.view("train")))
             self.is_coarse = True
             self.version += 1

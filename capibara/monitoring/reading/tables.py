@@ -10,7 +10,7 @@ import numpy as np
 from capibara.monitoring.reading.parsing import MISSING, Rows, joined
 
 _LEAST_CAPACITY = 64
-_MOST_METRICS = 4096  # of one kind of line
+MOST_METRICS = 4096  # of one kind of line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Table:
             self._times = self._grown(self._times, capacity)
             self._columns = {name: self._grown(column, capacity) for name, column in self._columns.items()}
         for name in names:
-            if name not in self._columns and len(self._columns) < _MOST_METRICS:
+            if name not in self._columns and len(self._columns) < MOST_METRICS:
                 column = np.empty(capacity)
                 column[: self._count] = MISSING
                 self._columns = {**self._columns, name: column}

@@ -24,8 +24,8 @@ from capibara.monitoring.trackers.state import TrackerState
 from capibara.monitoring.trackers.tracker import Moment, TrackedRun, Tracker
 from capibara.storage import stores
 
-_LOCAL_POLL_S, _BUCKET_POLL_S = 1.0, 15.0
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 300.0
+LOCAL_POLL_S, _BUCKET_POLL_S = 1.0, 15.0
+RETRY_S, _LONGEST_RETRY_S = 1.0, 300.0
 _LONGEST_ERROR = 300
 _DEEPEST, _MOST_METRICS, _LONGEST_NAME = 4, 10_000, 500  # of the metrics of a line
 _SPENT = "spent"
@@ -71,13 +71,13 @@ class Feed:
         self._state = state.read(model_dir, label)
         if not lines.is_within(self._path, self._state.position):
             self._state = dataclasses.replace(self._state, position=Position())
-        self._poll_s = _LOCAL_POLL_S if stores.of(model_dir).appends else _BUCKET_POLL_S
+        self._poll_s = LOCAL_POLL_S if stores.of(model_dir).appends else _BUCKET_POLL_S
         self._has_failed, self._has_said = False, False
         self._skipped: set[str] = set()  # what was said of it
 
     def run(self) -> bool:
         """Feeds the tracker until the run has ended; returns whether everything was sent."""
-        wait_s = _RETRY_S
+        wait_s = RETRY_S
         while True:
             begun_s, was_ending = time.monotonic(), self.ending.is_set()
             try:
@@ -88,7 +88,7 @@ class Feed:
                 if isinstance(error, UserError) or was_ending:
                     return False
             if time.monotonic() - begun_s > _LONGEST_RETRY_S:  # it worked for a while
-                wait_s = _RETRY_S
+                wait_s = RETRY_S
             self.ending.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
 

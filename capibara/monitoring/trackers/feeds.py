@@ -20,7 +20,7 @@ from capibara.monitoring.trackers.tracker import Tracker
 from capibara.storage import stores
 
 EXIT_REFUSED = 2  # of the process that feeds: to start it again would not help
-_STALLED_S = 60.0
+STALLED_S = 60.0
 _LONGEST_LABEL = 64
 _LOG, _MOST_LOG_BYTES = "trackers.log", 1 << 20
 
@@ -68,7 +68,7 @@ class Feeds:
             thread.join(max(0.0, limit_s - time.monotonic()))
         for label, (feed, _) in self._threads.items():
             since_s = feed.busy_since
-            if since_s is not None and time.monotonic() - since_s > _STALLED_S and label not in self._stalled:
+            if since_s is not None and time.monotonic() - since_s > STALLED_S and label not in self._stalled:
                 self._stalled.add(label)
                 self._say(f"{label} does not answer; what it misses is sent when it does")
         return not any(thread.is_alive() for _, thread in self._threads.values())

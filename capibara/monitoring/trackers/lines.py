@@ -11,7 +11,7 @@ from capibara.core.types import UserError
 from capibara.monitoring.metrics_file.loggers import AGAIN, parse
 from capibara.storage import stores
 
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 _AGAIN_BYTES = tuple(f'"event": "{name}"'.encode() for name in AGAIN)
 
 
@@ -66,7 +66,7 @@ class Tail:
         """
         self._scan()
         result = []
-        content = self._complete(self.position, _BLOCK_BYTES)
+        content = self._complete(self.position, BLOCK_BYTES)
         for number, text in enumerate(content, self.position.line):
             record = _parsed(text)
             void = record is not None and any(number < line and record["step"] > step for line, step in self._again)
@@ -91,7 +91,7 @@ class Tail:
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[bytes]]]:
         """The complete lines after a position, in blocks, each with the position of its begin."""
-        while content := self._complete(position, _BLOCK_BYTES):
+        while content := self._complete(position, BLOCK_BYTES):
             yield position, content
             position = _after(position, content)
 

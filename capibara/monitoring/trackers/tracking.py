@@ -27,7 +27,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.pa
 _CODE = f"import sys; sys.path.append({_PACKAGE!r}); from capibara.monitoring import tracker_process as process; process.run()"
 _STATUS_EVERY_S = 5.0
 _LAST_WORDS_S = 2.0  # for lines that the process wrote before it ended
-_RESTART_S, _LONGEST_RESTART_S = 1.0, 300.0
+RESTART_S, _LONGEST_RESTART_S = 1.0, 300.0
 
 
 @configurable
@@ -101,7 +101,7 @@ class TrackingProcess(Callback):
 
     def _supervise(self) -> None:
         """Starts the process, passes its lines on, and starts it again if it is killed."""
-        wait_s, has_said = _RESTART_S, False
+        wait_s, has_said = RESTART_S, False
         while not self._ending.is_set():
             begun_s = time.monotonic()
             process = self._started()
@@ -114,7 +114,7 @@ class TrackingProcess(Callback):
             if not has_said:
                 has_said = True
                 self._say(f"the process of the trackers ended ({_how(code)}): it is started again")
-            wait_s = _RESTART_S if time.monotonic() - begun_s > _LONGEST_RESTART_S else wait_s
+            wait_s = RESTART_S if time.monotonic() - begun_s > _LONGEST_RESTART_S else wait_s
             self._ending.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_RESTART_S)
 

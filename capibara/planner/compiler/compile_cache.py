@@ -39,13 +39,13 @@ from capibara.planner.hardware import topology
 
 PHASE = "PHASE "
 PROGRAM = "PROGRAM "
-_FORMAT = 2  # of cache entries: increase it when their contents change
+FORMAT = 2  # of cache entries: increase it when their contents change
 _STATUS_EVERY_S = 2.0
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 # Source files that decide how a lowered program is compiled.
 _COMPILER_PACKAGES = ("jax", "jaxlib", "libtpu")
 # Those that decide the figures read from a compiled program: the readers, and the slice's devices.
-_READERS = (
+READERS = (
     "planner/compiler/assignment.py",
     "planner/compiler/compile.py",
     "planner/compiler/hlo.py",
@@ -55,7 +55,7 @@ _READERS = (
     "planner/hardware/topology.py",
 )
 # Those that decide the program and the figures read from it.
-_SOURCES = (
+SOURCES = (
     "models",
     "kernels",
     "objectives",
@@ -70,7 +70,7 @@ _SOURCES = (
     "data/packing/packing.py",
     "planner/compiler/proof.py",
     "planner/hardware/xla_flags.py",
-    *_READERS,
+    *READERS,
 )
 # Environment variables that change what is compiled, or how.
 _VARIABLES = ("LIBTPU_INIT_ARGS", "TPU_LIBRARY_PATH", "XLA_FLAGS")
@@ -201,7 +201,7 @@ def source_digest(package: pathlib.Path | None = None) -> str:
     Args:
       package: the folder of capibara; None: the imported one.
     """
-    return _source_digest(package or pathlib.Path(__file__).resolve().parents[2], _SOURCES)
+    return _source_digest(package or pathlib.Path(__file__).resolve().parents[2], SOURCES)
 
 
 @functools.cache
@@ -250,7 +250,7 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
     """All that a result depends on, as JSON values."""
     library = _own_library()
     identity = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "key": dict(key),
         "versions": {package: extras.version(package) for package in _PACKAGES} | library,
         "source": source_digest(),
@@ -266,10 +266,10 @@ def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
 def _program_identity(program: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     """All that the result for a lowered program depends on."""
     return {
-        "format": _FORMAT,
+        "format": FORMAT,
         "program": program,
         "versions": {package: identity["versions"][package] for package in _COMPILER_PACKAGES},
-        "source": _source_digest(pathlib.Path(__file__).resolve().parents[2], _READERS),
+        "source": _source_digest(pathlib.Path(__file__).resolve().parents[2], READERS),
         "environment": identity["environment"],
     }
 

@@ -24,7 +24,7 @@ _TEMPLATE = (
     "Grade the answer from 0 (wrong) to 10 (right and complete). End with the line: Grade: N"
 )
 _MOST_BYTES = 2**22  # of a response
-_FIRST_WAIT_S = 0.5
+FIRST_WAIT_S = 0.5
 _AGAIN = {408, 409, 425, 429}
 
 
@@ -104,7 +104,7 @@ class LlmJudge(Verifier):
         error = ""
         for number in range(self.tries):
             if number:
-                time.sleep(_FIRST_WAIT_S * 2 ** (number - 1))
+                time.sleep(FIRST_WAIT_S * 2 ** (number - 1))
             try:
                 text = self._asked(message)
             except urllib.error.HTTPError as refused:

@@ -202,7 +202,7 @@ def test_lines_of_a_text_keep_their_numbers_where_one_is_skipped(tmp_path):
 
 
 def test_a_long_session_is_read_in_several(monkeypatch):
-    monkeypatch.setattr(sessions, "_LONGEST", 20)
+    monkeypatch.setattr(sessions, "LONGEST", 20)
     found = list(sessions.examples(">>> 1\n1\n" * 9))
     assert [one.line for one in found] == list(range(1, 19, 2))
     assert 1 < len({one.session for one in found}) < 9

@@ -264,7 +264,7 @@ def test_of_many_files_the_text_names_the_first_and_those_that_changed(tmp_path)
     paths[50].write_text("changed")
     chain = Chain().of(str(tmp_path / "out"))
     lines = chain.text().splitlines()
-    assert len(lines) == 1 + nodes._SHOWN + 1 + 1 and lines[-1] == "  and 39 more files, all unchanged"
+    assert len(lines) == 1 + nodes.SHOWN + 1 + 1 and lines[-1] == "  and 39 more files, all unchanged"
     assert any("in050" in line and line.endswith(": changed") for line in lines)
     assert len(chain.as_json()["parents"]) == 60
 

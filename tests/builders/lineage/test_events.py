@@ -206,7 +206,7 @@ def test_a_parent_that_is_none_is_the_users_mistake(tmp_path, source, monkeypatc
 
 
 def test_many_inputs_are_named_by_their_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(events, "_MOST_FILES", 3)
+    monkeypatch.setattr(events, "MOST_FILES", 3)
     paths = [tmp_path / folder / f"{i}.jsonl" for folder in "ab" for i in range(3)]
     for path in paths:
         path.parent.mkdir(exist_ok=True)

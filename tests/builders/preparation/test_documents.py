@@ -42,7 +42,7 @@ def test_lines_are_read_once_in_their_order(tmp_path, part_bytes):
 
 @pytest.mark.parametrize("block", [1, 5, 1 << 20])
 def test_blocks_do_not_matter(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(documents, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     path = tmp_path / "a.jsonl"
     path.write_text("".join(f'{{"text": "{i}"}}\n' for i in range(30)))
     assert [one.text for one in read(path, part_bytes=50)[0]] == [*map(str, range(30))]
@@ -120,7 +120,7 @@ def test_other_encodings_and_formats_are_named(tmp_path):
 
 def test_a_line_that_is_too_long_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "LINE_BYTES", 100)
-    monkeypatch.setattr(documents, "_BLOCK_BYTES", 40)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 40)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n' + json.dumps({"text": "x" * 1000}) + '\n{"text": "two"}\n')
     for part_bytes in (10, 200, 10_000):
@@ -152,7 +152,7 @@ def test_what_the_fast_parser_refuses_is_read_by_the_other(tmp_path, monkeypatch
     lines = [b'\n\xef\xbb\xbf{"text": "a"}', b'{"text": "b"}' + b" " * 200, b'{"text": "\\ud800"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     for fast_bytes in (100, 1 << 20):
-        monkeypatch.setattr(documents, "_FAST_BYTES", fast_bytes)
+        monkeypatch.setattr(documents, "FAST_BYTES", fast_bytes)
         found, problems, _ = read(tmp_path)
         assert [one.text for one in found] == ["a", "b"] and [one.line for one in problems] == [4]
 

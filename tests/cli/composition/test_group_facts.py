@@ -140,7 +140,7 @@ def made(folder, *rounds, every=1):
 
 def test_the_newest_rounds_are_shown_in_order(tmp_path, monkeypatch):
     """Their folders have seven digits from a million on."""
-    monkeypatch.setattr(group_facts, "_ROUNDS", 2)
+    monkeypatch.setattr(group_facts, "ROUNDS", 2)
     made(tmp_path / "group", 999_998, 999_999, 1_000_000)
     found = answer(node_of(tmp_path / "a", tmp_path / "group"), tmp_path)
     assert found["history"]["steps"] == [999_999, 1_000_000] and found["step"] == 1_000_000

@@ -149,7 +149,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_refused(corpus, monkeypat
 
     from capibara.storage import remote
 
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.0)
     blocks = source(corpus("jsonl")).open("train")
     store = fsspec.filesystem("memory")
     for path in list(store.store):
@@ -252,18 +252,18 @@ def test_array_records_that_are_larger_than_they_may_be_are_refused(tmp_path, mo
     entry = _memory(shard("array_record", texts_of(30), tmp_path), "large")
     reader = array_record.ArrayRecords(block_bytes=1 << 20)
     ((start, stop),) = reader.blocks(entry)
-    monkeypatch.setattr(array_record, "_MOST_BYTES", 900)  # of chunks that have 3 of the 30 records each
+    monkeypatch.setattr(array_record, "MOST_BYTES", 900)  # of chunks that have 3 of the 30 records each
     with pytest.raises(UserError, match="corrupted.*more than 900 bytes unpacked"):
         reader.records(entry, int(start), int(stop))
     monkeypatch.setattr(array_record, "read", None)
-    monkeypatch.setattr(array_record, "_MOST_BYTES", (int(stop) - int(start)) // 2 - 1)
+    monkeypatch.setattr(array_record, "MOST_BYTES", (int(stop) - int(start)) // 2 - 1)
     with pytest.raises(UserError, match="corrupted.*a chunk of"):
         reader.records(entry, int(start), int(stop))
 
 
 def test_a_tfrecord_file_without_a_record_at_its_end_is_not_read_through(monkeypatch):
     entry = _memory(tfrecord_file([b"x" * 10]) + b"y" * 5_000_000)
-    monkeypatch.setattr(tfrecord, "_MOST_BYTES", 1 << 17)
+    monkeypatch.setattr(tfrecord, "MOST_BYTES", 1 << 17)
     most, read = [], tfrecord.read
     monkeypatch.setattr(tfrecord, "read", lambda shard, a, b: most.append(b - a) or read(shard, a, b))
     with pytest.raises(UserError, match="corrupted: its last"):
@@ -279,7 +279,7 @@ def test_a_row_group_that_is_larger_than_it_says_is_refused(tmp_path, monkeypatc
     tables.write_table(
         pyarrow.table({"text": ["x" * 1000] * 3000}), tmp_path / "x.parquet"
     )  # one text, and its numbers
-    monkeypatch.setattr(parquet, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "MOST_BYTES", 1 << 20)
     with pytest.raises(UserError, match="row group of more than"):
         ShardedSource(files=(f"{tmp_path}/x.parquet",), validation_files=(f"{tmp_path}/x.parquet",)).open("train")
 

@@ -67,14 +67,14 @@ def test_a_file_that_was_changed_after_it_was_built_stands_for_itself(built):
 
 
 def test_large_corpora_are_known_by_their_sizes(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "_HASH_BYTES", 10)
+    monkeypatch.setattr(provenance, "HASH_BYTES", 10)
     (tmp_path / "a.txt").write_text("some text")
     found = provenance.of_paths([str(tmp_path / "a.txt"), str(built / "train.jsonl")])
     assert found == [entry(built, 1), {"path": str(tmp_path / "a.txt"), "bytes": 9}]
 
 
 def test_many_files_are_one_entry(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "_NAMED", 3)
+    monkeypatch.setattr(provenance, "NAMED", 3)
     paths = [tmp_path / f"{i}.txt" for i in range(4)]
     for path in paths:
         path.write_text("text")

@@ -481,7 +481,7 @@ def test_prompts_are_read_no_further_than_the_first_mistake(tmp_path, monkeypatc
 
 
 def test_a_file_has_a_bounded_number_of_prompts(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MOST", 3)
+    monkeypatch.setattr(files, "MOST", 3)
     (tmp_path / "p.txt").write_text("a\n" * 3)
     assert len(files.read_prompts(str(tmp_path / "p.txt"), GREEDY)) == 3
     (tmp_path / "p.txt").write_text("a\n" * 4)

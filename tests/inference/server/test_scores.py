@@ -253,7 +253,7 @@ def test_many_answers_are_read_in_several_batches(model, monkeypatch):
     """As many rows as fit, in a power of two; each score goes to its own answer."""
     answers = [*ANSWERS, *(f"{number} {answer}" for number, answer in enumerate(ANSWERS))]
     want = model.scores(QUERY, answers)
-    monkeypatch.setattr(reward_model, "_BATCH_TOKENS", 3 * 64)
+    monkeypatch.setattr(reward_model, "BATCH_TOKENS", 3 * 64)
     shapes, real = [], model.scorer._score
     monkeypatch.setattr(
         model.scorer, "_score", lambda params, batch: shapes.append(batch["tokens"].shape) or real(params, batch)

@@ -488,7 +488,7 @@ def test_an_engine_that_fails_is_told(served, run, monkeypatch):
         return step()
 
     monkeypatch.setattr(engine._loop, "step", broken)
-    monkeypatch.setattr(server, "_FAILED_S", 600.0)
+    monkeypatch.setattr(server, "FAILED_S", 600.0)
     with Running(dataclasses.replace(served, generator=engine.start())) as running:
         with pytest.raises(openai.InternalServerError, match="FloatingPointError") as error:
             running.client().completions.create(prompt="a", **GREEDY)

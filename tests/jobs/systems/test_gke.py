@@ -275,7 +275,7 @@ def test_a_service_that_is_being_deleted_will_not_do(fake, cluster):
 
 
 def test_lists_of_many_pages_have_the_jobs_of_this_namespace_alone(fake, cluster, monkeypatch):
-    monkeypatch.setattr(gke, "_PAGE", 2)
+    monkeypatch.setattr(gke, "PAGE", 2)
     for index in range(5):
         cluster.submit(job("v5e-1" if index % 2 else "cpu-1", name=f"run-{index}"))
     strange = {"apiVersion": "batch/v1", "kind": "Job", "spec": {"parallelism": 1, "template": {"spec": {}}}}
@@ -289,7 +289,7 @@ def test_lists_of_many_pages_have_the_jobs_of_this_namespace_alone(fake, cluster
 
 
 def test_a_token_that_has_expired_is_busy(fake, cluster, monkeypatch):
-    monkeypatch.setattr(gke, "_PAGE", 1)
+    monkeypatch.setattr(gke, "PAGE", 1)
     for name in ("a", "b"):
         cluster.submit(job("cpu-1", name=name))
     fake.refuse("list", "jobs", 410, "Expired", "The provided continue parameter is too old")

@@ -381,7 +381,7 @@ def test_every_state_is_a_phase(system, fake):
         assert the_only(system).phase is phase, state
     fake.set_state(name, 99)  # of a later version
     assert the_only(system).phase is Phase.WAITING
-    assert vertex._SPOT == Scheduling.Strategy.SPOT
+    assert vertex.SPOT == Scheduling.Strategy.SPOT
 
 
 @pytest.mark.parametrize(

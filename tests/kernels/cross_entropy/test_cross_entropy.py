@@ -22,12 +22,12 @@ FORMS = ["1 block", "4 blocks", "1 part", "5 parts", "2 parts and a rest"]
 def form(request, monkeypatch):
     """Makes a form the one for 24 tokens, whatever the rule says."""
     count = int(request.param[0])
-    monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 24 * V * 4 // count})
+    monkeypatch.setattr(by_tokens, "BLOCK_BYTES", {"cpu": 24 * V * 4 // count})
     if "part" in request.param:
         monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-        monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 24 * {1: V, 5: 9, 2: 18}[count])
+        monkeypatch.setattr(by_vocabulary, "PART_BYTES", 4 * 24 * {1: V, 5: 9, 2: 18}[count])
         monkeypatch.setattr(by_vocabulary, "_FEWEST", 1)
-        monkeypatch.setattr(by_vocabulary, "_LANES", 16 if "rest" in request.param else 4)
+        monkeypatch.setattr(by_vocabulary, "LANES", 16 if "rest" in request.param else 4)
     return request.param
 
 
@@ -140,13 +140,13 @@ def test_every_mesh_has_the_gradients_of_one_device(axes, reduced_bytes, length,
 
     None: by parts of the vocabulary, of a head whose shards are no whole rows of a register.
     """
-    monkeypatch.setattr(by_tokens, "_REDUCED_BYTES", reduced_bytes)
-    monkeypatch.setattr(by_tokens, "_BLOCK_BYTES", {"cpu": 4 * 40 * 16})
+    monkeypatch.setattr(by_tokens, "REDUCED_BYTES", reduced_bytes)
+    monkeypatch.setattr(by_tokens, "BLOCK_BYTES", {"cpu": 4 * 40 * 16})
     if reduced_bytes is None:
         monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-        monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
+        monkeypatch.setattr(by_vocabulary, "PART_BYTES", 4 * 32 * 9)
         monkeypatch.setattr(by_vocabulary, "_FEWEST", 1)
-        monkeypatch.setattr(by_vocabulary, "_LANES", 4)
+        monkeypatch.setattr(by_vocabulary, "LANES", 4)
         monkeypatch.setattr(by_vocabulary, "_SUBLANES", {"cpu": 12})
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(8, length, 32)), jnp.float32)
@@ -230,9 +230,9 @@ def test_parts_are_for_all_tokens(monkeypatch):
 @pytest.mark.parametrize("soft_cap", [None, 3.0, 200.0])
 def test_parts_of_a_sharded_vocabulary_have_all_terms(soft_cap, monkeypatch):
     monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-    monkeypatch.setattr(by_vocabulary, "_PART_BYTES", 4 * 32 * 9)
+    monkeypatch.setattr(by_vocabulary, "PART_BYTES", 4 * 32 * 9)
     monkeypatch.setattr(by_vocabulary, "_FEWEST", 1)
-    monkeypatch.setattr(by_vocabulary, "_LANES", 4)
+    monkeypatch.setattr(by_vocabulary, "LANES", 4)
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 8, 32), (40, 32)))
     targets, weights = rng.integers(0, 40, (8, 8)), jnp.asarray(rng.integers(0, 2, (8, 8)), jnp.float32)

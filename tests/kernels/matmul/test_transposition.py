@@ -12,7 +12,7 @@ from capibara.kernels.matmul.transposition import transposed
 @pytest.fixture(autouse=True, params=[0, 2**20], ids=["large", "small"])
 def large(request, monkeypatch):
     """Runs each test with every matrix treated as large, and with none."""
-    monkeypatch.setattr(transposition, "_LARGE_BYTES", request.param)
+    monkeypatch.setattr(transposition, "LARGE_BYTES", request.param)
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (7, 3), (8, 16), (20, 9), (512, 4), (515, 2), (1000, 3)])

@@ -22,7 +22,7 @@ MESHES = [
 @pytest.mark.parametrize("most", [64 * 2**20, 64], ids=["whole", "blocks"])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "_".join(mesh))
 def test_as_on_one_device(mesh, most, monkeypatch):
-    monkeypatch.setattr(embedding, "_EXCHANGED_BYTES", most)
+    monkeypatch.setattr(embedding, "EXCHANGED_BYTES", most)
     plan = Plan(batch_size=ROWS, **mesh)
     mesh = sharding.make_mesh(plan, jax.devices()[:8])
     rng = np.random.default_rng(0)

@@ -234,7 +234,7 @@ def test_goodput_of_lines_that_come_out_of_order(tmp_path):
 
 
 def test_goodput_survives_that_rows_are_dropped_from_memory(demo_runs, monkeypatch):
-    monkeypatch.setattr(run_module, "_OLDER_ROWS", 10)
+    monkeypatch.setattr(run_module, "OLDER_ROWS", 10)
     monkeypatch.setattr(run_module, "_NEWEST_ROWS", 5)
     run = read(demo_runs / "group" / "resumed")
     before = run.goodput()

@@ -133,8 +133,8 @@ def test_a_roll_back_keeps_the_samples_up_to_its_step(tmp_path, follow):
 
 
 def test_large_files_are_read_by_several_processes(tmp_path, follow, monkeypatch):
-    monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
-    monkeypatch.setattr(large, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 10_000)
+    monkeypatch.setattr(large, "PART_BYTES", 20_000)
     text = start() + "".join(line(step, step / 7) for step in range(1, 3_000))
     run_folder(tmp_path / "run", text + line(3_000)[:30])
     follower = follow()
@@ -147,8 +147,8 @@ def test_large_files_are_read_by_several_processes(tmp_path, follow, monkeypatch
 
 def test_a_process_that_dies_loses_no_part_of_a_large_file(tmp_path, follow, monkeypatch):
     """Its parts, and those that waited for it, are read all the same, and in order."""
-    monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
-    monkeypatch.setattr(large, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 10_000)
+    monkeypatch.setattr(large, "PART_BYTES", 20_000)
     monkeypatch.setattr(large, "processes", lambda: 1)
     run_folder(tmp_path / "run", start() + "".join(line(step) for step in range(1, 3_000)))
     follower = follow()
@@ -161,9 +161,9 @@ def test_a_process_that_dies_loses_no_part_of_a_large_file(tmp_path, follow, mon
 
 
 def test_a_part_of_a_large_file_that_cannot_be_read_is_not_skipped(tmp_path, follow, monkeypatch):
-    monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
-    monkeypatch.setattr(reader, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(large, "_PART_BYTES", 20_000)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 10_000)
+    monkeypatch.setattr(reader, "PAUSE_S", 0.0)
+    monkeypatch.setattr(large, "PART_BYTES", 20_000)
     text, parse, faults = start() + "".join(line(step) for step in range(1, 1_000)), parsing.parse, []
 
     def fails(part):
@@ -187,10 +187,10 @@ def test_a_part_of_a_large_file_that_cannot_be_read_is_not_skipped(tmp_path, fol
 @pytest.fixture
 def small_previews(monkeypatch):
     """Files of 10 kB count as large, and are previewed from blocks of 2 kB."""
-    monkeypatch.setattr(reader, "_SMALL_BYTES", 10_000)
-    monkeypatch.setattr(large, "_PART_BYTES", 50_000)
-    monkeypatch.setattr(preview, "_DISK", preview._Pace(8, 2_000))
-    monkeypatch.setattr(reader, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 10_000)
+    monkeypatch.setattr(large, "PART_BYTES", 50_000)
+    monkeypatch.setattr(preview, "DISK", preview._Pace(8, 2_000))
+    monkeypatch.setattr(reader, "SETTLE_S", 0.0)
 
 
 def test_a_large_file_is_shown_before_it_is_read(tmp_path, follow, small_previews):
@@ -247,7 +247,7 @@ def test_a_preview_needs_no_whole_line_in_each_block(tmp_path, follow, small_pre
 
 
 def test_what_is_shown_can_be_drawn_before_the_rest_is_read(tmp_path, follow, small_previews, monkeypatch):
-    monkeypatch.setattr(reader, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(reader, "SETTLE_S", 0.3)
     run_folder(tmp_path / "run", start() + "".join(map(line, range(1, 2_001))))
     follower = follow()
     begin_s = time.monotonic()
@@ -272,19 +272,19 @@ def test_runs_that_are_looked_at_are_read_first(tmp_path, follow, small_previews
 
 
 def test_many_new_runs_are_shown_before_all_were_looked_at(tmp_path, follow, monkeypatch):
-    monkeypatch.setattr(reader, "_LOOK_S", 0.0)
+    monkeypatch.setattr(reader, "LOOK_S", 0.0)
     for name in "abc":
         run_folder(tmp_path / name, start() + line(1))
     follower = follow()
     assert len(follower.look().added) == 3 and all(run.is_new for run in follower.runs.values())
-    monkeypatch.setattr(reader, "_LOOK_S", 60.0)
+    monkeypatch.setattr(reader, "LOOK_S", 60.0)
     assert len(follower.look().updated) == 3
 
 
 @pytest.fixture
 def few_rows(monkeypatch):
     """Where memory is short, 150 rows are kept."""
-    monkeypatch.setattr(run_module, "_OLDER_ROWS", 100)
+    monkeypatch.setattr(run_module, "OLDER_ROWS", 100)
     monkeypatch.setattr(run_module, "_NEWEST_ROWS", 50)
 
 
@@ -353,7 +353,7 @@ def test_folders_that_can_be_looked_at_again_are_no_fault(tmp_path, follow, monk
 
 
 def test_files_that_cannot_be_read_are_named_and_tried_again(tmp_path, follow, monkeypatch):
-    monkeypatch.setattr(reader, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(reader, "PAUSE_S", 0.0)
     folder = run_folder(tmp_path / "run", "")
     os.unlink(folder / "metrics.jsonl")
     os.mkdir(folder / "metrics.jsonl")
@@ -445,7 +445,7 @@ def test_rows_grow_without_a_loss():
 
 
 def test_names_of_metrics_have_a_limit(monkeypatch):
-    monkeypatch.setattr(tables, "_MOST_METRICS", 5)
+    monkeypatch.setattr(tables, "MOST_METRICS", 5)
     table = tables.Table()
     for step in range(1, 20):
         record = {"kind": "train", "step": step, "time": 1.0, f"metric_{step}": 1.0}

@@ -188,7 +188,7 @@ def test_a_first_answer_waits_for_a_run_that_was_just_found(monkeypatch):
         assert not answer.done()
         found.is_new = False
         await asyncio.wait_for(answer, 0.5)
-        monkeypatch.setattr(app, "_MOMENT_S", 0.1)
+        monkeypatch.setattr(app, "MOMENT_S", 0.1)
         await asyncio.wait_for(app._shown([found, silent]), 0.5)  # its folder does not answer
 
     asyncio.run(scenario())
@@ -314,7 +314,7 @@ def test_a_ping_comes_where_nothing_was_written_for_long():
 
 def test_viewers_have_a_limit(tmp_path, monkeypatch):
     """One more is refused before its events begin; all else is answered."""
-    monkeypatch.setattr(hub, "_MOST_VIEWERS", 0)
+    monkeypatch.setattr(hub, "MOST_VIEWERS", 0)
     served = app.app(Dashboard([str(tmp_path)], DashboardConfig(), {}, Webhooks([])), Access())
 
     def answered(path):
@@ -337,7 +337,7 @@ def test_viewers_have_a_limit(tmp_path, monkeypatch):
 
 
 def test_many_changes_become_one_update(monkeypatch):
-    monkeypatch.setattr(hub, "_EVERY_S", 0.2)
+    monkeypatch.setattr(hub, "EVERY_S", 0.2)
 
     async def scenario():
         shared, all_runs, one = hub.Hub(lambda run_id: {"id": run_id}), Sink(), Sink()
@@ -397,8 +397,8 @@ def test_a_client_of_http_1_0_gets_events_without_the_framing_of_1_1(tmp_path, d
 @contextlib.contextmanager
 def limited(monkeypatch, most=5):
     """A server with short deadlines in this process: its port."""
-    monkeypatch.setattr(connections, "_HEADER_S", 0.5)
-    monkeypatch.setattr(connections, "_UNREAD_S", 0.5)
+    monkeypatch.setattr(connections, "HEADER_S", 0.5)
+    monkeypatch.setattr(connections, "UNREAD_S", 0.5)
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -565,7 +565,7 @@ def test_a_cell_holds_any_name():
 
 
 def test_events_continue_after_a_run_that_cannot_be_described(monkeypatch, caplog):
-    monkeypatch.setattr(hub, "_EVERY_S", 0.01)
+    monkeypatch.setattr(hub, "EVERY_S", 0.01)
 
     def describe(run_id):
         if run_id == "odd":
@@ -628,7 +628,7 @@ def test_what_a_viewer_has_missed_is_not_forgotten_while_it_still_reads_nothing(
 
 def test_viewers_are_looked_at_without_news(monkeypatch):
     monkeypatch.setattr(hub, "_LOOK_S", 0.01)
-    monkeypatch.setattr(hub, "_EVERY_S", 0.01)
+    monkeypatch.setattr(hub, "EVERY_S", 0.01)
     monkeypatch.setattr(hub, "_PING_S", 0.05)
 
     async def scenario():
@@ -658,7 +658,7 @@ def test_a_viewer_hears_of_no_other_run():
 
 
 def test_events_come_no_more_often_than_each_second(monkeypatch):
-    monkeypatch.setattr(hub, "_EVERY_S", 0.3)
+    monkeypatch.setattr(hub, "EVERY_S", 0.3)
 
     async def scenario():
         shared, sink = hub.Hub(lambda run_id: {"id": run_id}), Sink()
@@ -668,7 +668,7 @@ def test_events_come_no_more_often_than_each_second(monkeypatch):
             for _ in range(20):
                 shared.changed(Change(updated=["a"]))
                 await asyncio.sleep(0.02)
-            most = 2 + (time.monotonic() - begin_s) / hub._EVERY_S
+            most = 2 + (time.monotonic() - begin_s) / hub.EVERY_S
         shared.end()
         return sink.content.count(b"event: update"), most
 

@@ -23,8 +23,8 @@ def folder(tmp_path):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(feed, "_LOCAL_POLL_S", 0.01)
-    monkeypatch.setattr(feed, "_RETRY_S", 0.01)
+    monkeypatch.setattr(feed, "LOCAL_POLL_S", 0.01)
+    monkeypatch.setattr(feed, "RETRY_S", 0.01)
 
 
 def by_kind(tracker, kind):
@@ -178,7 +178,7 @@ def test_a_mistake_of_the_user_is_not_tried_again(folder):
 
 def test_one_that_blocks_holds_up_no_other_and_is_named(folder, monkeypatch):
     lived(folder, [1, 2])
-    monkeypatch.setattr(feeds, "_STALLED_S", 0.05)
+    monkeypatch.setattr(feeds, "STALLED_S", 0.05)
     blocked = threading.Event()
 
     class Blocking(Noting):

@@ -40,7 +40,7 @@ def test_from_a_position(path):
 
 
 def test_lines_of_any_length_across_blocks(path, monkeypatch):
-    monkeypatch.setattr(lines, "_BLOCK_BYTES", 64)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
     texts = [line(step, text="x" * (37 * step)) for step in range(1, 30)]
     path.write_text("".join(texts))
     tail, found = Tail(str(path)), []
@@ -69,7 +69,7 @@ def test_steps_that_are_repeated_later_are_void(path):
 
 
 def test_a_roll_back_in_a_later_block_is_known_before(path, monkeypatch):
-    monkeypatch.setattr(lines, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 100)
     path.write_text("".join(line(step) for step in range(1, 20)) + line(5, "event", event="start") + line(6))
     tail, found = Tail(str(path)), []
     while some := tail.read():
@@ -85,7 +85,7 @@ def test_a_position_of_another_file(path):
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(path, monkeypatch):
-    monkeypatch.setattr(lines, "_BLOCK_BYTES", 16)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 16)
     monkeypatch.setattr(lines.limits, "LINE_BYTES", 1000)
     with open(path, "a") as file:
         file.write("x" * 900)

@@ -167,7 +167,7 @@ def test_a_tracker_that_is_of_no_use(folder, tmp_path, deaf, how):
 
 
 def test_a_process_that_is_killed_is_started_again(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "_RESTART_S", 0.05)
+    monkeypatch.setattr(tracking, "RESTART_S", 0.05)
     path = tmp_path / "all.jsonl"
     callbacks, said = begun(folder, (JsonlTracker(path=str(path)),), finish_s=20.0)
     callbacks.on_step(1, {"loss": 2.0})
@@ -185,7 +185,7 @@ def test_a_process_that_is_killed_is_started_again(folder, tmp_path, monkeypatch
 
 
 def test_one_that_ends_its_process_again_and_again(folder, monkeypatch):
-    monkeypatch.setattr(tracking, "_RESTART_S", 0.05)
+    monkeypatch.setattr(tracking, "RESTART_S", 0.05)
     callbacks, said = begun(folder, (Odd(how="kill"),))
     callbacks.on_step(1, {"loss": 2.0})
     wait_for(lambda: said)

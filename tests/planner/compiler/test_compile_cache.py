@@ -140,7 +140,7 @@ def test_a_program_that_was_compiled_before_is_not_compiled_again(tmp_path, monk
         changed.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
         assert not ask(compiles("3f9a")).cached
     with monkeypatch.context() as changed:  # who reads the compiler's figures
-        changed.setattr(verdicts, "_READERS", ("planner/compiler/hlo.py",))
+        changed.setattr(verdicts, "READERS", ("planner/compiler/hlo.py",))
         assert not ask(compiles("3f9a"), KEY | {"z_loss": 4.0}).cached
     for package in ("jax", "jaxlib", "libtpu"):
         with monkeypatch.context() as changed:
@@ -148,7 +148,7 @@ def test_a_program_that_was_compiled_before_is_not_compiled_again(tmp_path, monk
             changed.setattr(verdicts.extras, "version", lambda name, other=other: other.get(name, "1.0"))
             assert not ask(compiles("3f9a")).cached
     with monkeypatch.context() as changed:
-        changed.setattr(verdicts, "_FORMAT", 99)
+        changed.setattr(verdicts, "FORMAT", 99)
         assert not ask(compiles("3f9a")).cached
 
 
@@ -206,8 +206,8 @@ def test_the_digest_of_the_sources_follows_those_that_decide_the_program(tmp_pat
     assert digest("moved", models__encoder="x", sharding__plan="y") != base
     assert digest("step", models__decoder="x", sharding__plan="y", training__step="s") != base
     assert verdicts.source_digest() == verdicts.source_digest(REPOSITORY / "capibara")
-    assert all((REPOSITORY / "capibara" / source).exists() for source in verdicts._SOURCES)
-    assert set(verdicts._READERS) < set(verdicts._SOURCES)
+    assert all((REPOSITORY / "capibara" / source).exists() for source in verdicts.SOURCES)
+    assert set(verdicts.READERS) < set(verdicts.SOURCES)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other entry", "no report", "no peak", "not text", "deep"])

@@ -48,7 +48,7 @@ def server(replies):
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(llm_judge, "_FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(llm_judge, "FIRST_WAIT_S", 0.0)
 
 
 def test_a_grade_is_a_share_of_the_highest(monkeypatch):

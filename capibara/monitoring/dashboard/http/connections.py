@@ -14,8 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 _MOST_CONNECTIONS = 1_200
-_HEADER_S = 10.0  # for a request to arrive, after the connection or the answer before
-_UNREAD_S = 30.0  # for a client that does not read its answer
+HEADER_S = 10.0  # for a request to arrive, after the connection or the answer before
+UNREAD_S = 30.0  # for a client that does not read its answer
 _KEPT_MS = 45_000  # for what was sent to be acknowledged: a viewer that vanished is found by a ping
 _SEND_BYTES = 256 << 10  # of the system's buffer for one connection
 _TICK_S = 0.5  # uvicorn looks for signals ten times a second: each look takes a core from the training
@@ -123,7 +123,7 @@ class Connection(H11Protocol):
     def check(self, now_s: float) -> None:
         """Closes the connection if a request is overdue, or nothing of an answer is read for too long."""
         if self.is_idle:
-            if now_s - self._since_s > _HEADER_S:
+            if now_s - self._since_s > HEADER_S:
                 self.close()
             return
         waiting = self.unsent_bytes
@@ -131,7 +131,7 @@ class Connection(H11Protocol):
             self._unread = None
         elif self._unread is None or waiting < self._unread[0]:
             self._unread = waiting, now_s
-        elif now_s - self._unread[1] > _UNREAD_S:
+        elif now_s - self._unread[1] > UNREAD_S:
             self.close()
         else:
             self._unread = waiting, self._unread[1]

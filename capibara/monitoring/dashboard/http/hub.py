@@ -17,9 +17,9 @@ from capibara.monitoring.dashboard.http.answers import json_bytes
 from capibara.monitoring.dashboard.views.names import Json
 from capibara.monitoring.reading.reader import Change
 
-_MOST_VIEWERS = 1_000
+MOST_VIEWERS = 1_000
 _MOST_ALERTS, _MOST_BYTES = 64, 1 << 18  # of one event; that wait for one viewer
-_EVERY_S, _LOOK_S, _PING_S = 0.9, 5.0, 15.0  # between two events; between looks at viewers; without any event
+EVERY_S, _LOOK_S, _PING_S = 0.9, 5.0, 15.0  # between two events; between looks at viewers; without any event
 _PING = b": ping\n\n"
 
 
@@ -79,7 +79,7 @@ class Hub:
 
     def check_room(self) -> None:
         """Raises Refusal if there are too many viewers."""
-        if self._is_ended or len(self._viewers) >= _MOST_VIEWERS:
+        if self._is_ended or len(self._viewers) >= MOST_VIEWERS:
             raise Refusal(503, "there are too many viewers: close other windows", "too_many_viewers")
 
     def begin(self) -> None:
@@ -147,7 +147,7 @@ class Hub:
             self._has_news.clear()
             begin_s = time.monotonic()
             await self._tell()
-            await asyncio.sleep(max(0.0, begin_s + _EVERY_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, begin_s + EVERY_S - time.monotonic()))
 
     async def _tell(self) -> None:
         """Tells all viewers what is new."""
