@@ -12,6 +12,7 @@
 # make test-dashboard   the dashboard in headless Chromium: screenshots, axe-core and the keyboard; says what it needs
 # make finetune     an open model in, adapters trained on conversations, answers before and after, a GGUF file out
 # make site         the documentation as a site in build/site; needs no network
+# make check-all    all of these, the wheel in clean environments, and one table: hours
 # make notebooks    the scripts of examples/ as notebooks in build/notebooks
 # make types        what mypy finds in the package; tests/test_types.py runs it, too
 # make format       the layout of the code, by ruff; tests/test_style.py runs its checks
@@ -36,7 +37,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses=4 --dist=loadfile --no-
 # Named after the version, so that a newer python3 makes a new environment instead of using half of the old one.
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: quickstart test test-heavy test-peer test-families test-faults test-hosts test-slices test-dashboard finetune site notebooks types format bench wheel lock setup
+.PHONY: quickstart test test-heavy test-peer test-families test-faults test-hosts test-slices test-dashboard finetune site notebooks types format bench wheel lock setup check-all
 
 quickstart: $(STAMP)
 	$(BIN)/python -m capibara.train --gin_file=quickstart.gin --emulate=8 \
@@ -82,6 +83,9 @@ test-faults: $(STAMP)
 
 test-dashboard: $(STAMP)
 	$(BIN)/python tests/browser/dashboard_screens.py build/dashboard $(ARGS)
+
+check-all: $(STAMP)
+	$(BIN)/python tests/check_all.py $(ARGS)
 
 finetune: $(STAMP)
 	$(BIN)/python benchmarks/finetune.py $(ARGS)
