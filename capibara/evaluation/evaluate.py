@@ -17,6 +17,7 @@ from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.data.shards import tables
 from capibara.data.text import disk
+from capibara.data.text.splits import Use
 from capibara.evaluation import answers, metrics, seqio_tasks, validation
 from capibara.evaluation.answers import Show
 from capibara.evaluation.grouping import reward_bench
@@ -65,7 +66,7 @@ def files_of(tasks: Sequence[Task]) -> list[str]:
     for item in [task for task in tasks if isinstance(task, Ours)]:
         lines = [name for name in item.task.files if not tables.is_table(name)]
         files += [path for name in item.task.files if tables.is_table(name) for path in tables.files_of(name)]
-        files += disk.listed(f"{item.name}/EvalTask.files", lines, disk.RECORDS)[0] if lines else []
+        files += disk.listed(f"{item.name}/EvalTask.files", lines, disk.RECORDS, Use.EVALUATION)[0] if lines else []
     return files
 
 

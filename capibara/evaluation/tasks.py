@@ -16,6 +16,7 @@ from capibara.core.types import UserError
 from capibara.data.chat.formats import Preference, read_preference
 from capibara.data.shards import tables
 from capibara.data.text import disk
+from capibara.data.text.splits import Use
 from capibara.evaluation.metrics import choice_accuracy, name_of, pair_accuracy
 from capibara.evaluation.remix.remixing import RemixExperts
 from capibara.inference.memory_agent.agent import MemoryAgent
@@ -219,9 +220,9 @@ def read_items(name: str, task: EvalTask, limit: int | None = None, index: Index
       UserError: a file is missing, empty or cut off, or a line lacks a key of the task.
     """
     with tempfile.TemporaryDirectory() as folder:
-        files = tables.with_tables(task.files, folder)
-        paths, _ = disk.listed(f"{name}/EvalTask.files", files, disk.RECORDS)
-        records, places = _records(paths, dict(zip(files, task.files)), limit)
+        names = {path: file for file in task.files for path in tables.with_tables([file], folder, use=Use.EVALUATION)}
+        paths, _ = disk.listed(f"{name}/EvalTask.files", tuple(names), disk.RECORDS, Use.EVALUATION)
+        records, places = _records(paths, names, limit)
     if not records:
         raise UserError(f"{name}/EvalTask.files ({disk.shown(paths)}) have no lines: write at least one")
     if task.retrieval is not None:

@@ -13,7 +13,7 @@ from capibara.builders.files import fingerprints
 from capibara.builders.files.problems import Kind, Problems
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.data.text import disk
+from capibara.data.text import disk, folders
 from capibara.storage import packed, stores
 
 _BOM, _WIDE = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
@@ -145,7 +145,7 @@ def _inside(folder: str, endings: Sequence[str], besides: Collection[str], probl
         why += f" than {', '.join(endings)}" if why.endswith("ending") else ""
         problems.add(path, 0, Kind.LEFT_OUT, f"{why}: name it by itself")
 
-    return disk.walked(
+    return folders.walked(
         folder, lambda name: packed.plain_name(name).endswith(tuple(endings)), leave_out, refuse, besides
     )
 

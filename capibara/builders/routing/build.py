@@ -20,7 +20,7 @@ from capibara.builders.workers import Workers
 from capibara.builders.writing import Output
 from capibara.core.types import UserError
 from capibara.data.tasks.routing import SCHEMA
-from capibara.data.text import disk
+from capibara.data.text import folders
 
 KIND = "routing"
 ENDINGS = (".jsonl", ".json")
@@ -90,7 +90,7 @@ def _is_input(path: str, folder: str, problems: Problems) -> bool:
     root = os.path.realpath(folder)
     if os.path.commonpath([above, root]) == root:
         return False
-    if name == MANIFEST or name in disk.BUILD_RECORDS and os.path.exists(os.path.join(above, MANIFEST)):
+    if name == MANIFEST or name in folders.BUILD_RECORDS and os.path.exists(os.path.join(above, MANIFEST)):
         problems.add(path, 0, Kind.LEFT_OUT, "is a report of a data set")
         return False
     return True

@@ -277,9 +277,13 @@ def choose(asked: FineTuning, show: Callable[[str, str], None] = lambda topic, d
 def _with_tables(asked: FineTuning, show: Callable[[str, str], None]) -> FineTuning:
     """With data sets of the Hub and other tables as files in the run folder."""
     from capibara.data.shards import tables
+    from capibara.data.text.splits import Use
 
     folder = os.path.join(asked.out, "data")
-    files, validation = (tables.with_tables(each, folder, show) for each in (asked.files, asked.validation_files))
+    files = tables.with_tables(asked.files, folder, show)
+    validation = tables.with_tables(asked.validation_files, folder, show, Use.VALIDATION)
+    if not asked.validation_files:
+        validation = tables.held_out(asked.files, folder, show)
     return dataclasses.replace(asked, files=files, validation_files=validation)
 
 

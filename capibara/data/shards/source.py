@@ -25,8 +25,9 @@ from capibara.data.shards.parquet import ParquetRows
 from capibara.data.shards.records import Fields, RecordFormat
 from capibara.data.shards.tfrecord import TfRecords
 from capibara.data.sources.sources import Blocks, Example, Source
-from capibara.data.text import counts, disk, plain
+from capibara.data.text import counts, disk, folders, plain, splits
 from capibara.data.text.counts import Counts
+from capibara.data.text.splits import Use
 from capibara.storage import copies, packed, stores
 
 _LEAST_BLOCKS = 1024  # blocks of a corpus, if it is large enough: each row of a batch needs its own
@@ -102,12 +103,16 @@ class ShardedSource(Source):
 
     def open(self, split: str) -> Blocks:
         disk.check_split(split)
-        explicit = bool(self.validation_files)
-        name = "validation_files" if explicit and split == "validation" else "files"
+        name = "validation_files" if self.validation_files and split == "validation" else "files"
         parameter = f"ShardedSource.{name}"
-        paths, left_out = self._paths(parameter, getattr(self, name))
+        held_out = [] if self.validation_files else self._held_out(parameter)
+        explicit = bool(self.validation_files or held_out)
         if name == "validation_files":
-            disk.tell_overlap("ShardedSource", self.files, self.validation_files, self._is_shard)
+            paths, left_out = self._paths(parameter, self.validation_files, Use.VALIDATION)
+            disk.tell_overlap("ShardedSource", self.files, self.validation_files, self._is_shard, True)
+        else:
+            patterns = held_out if held_out and split == "validation" else self.files
+            paths, left_out = self._paths(parameter, patterns, Use.TRAINING)
         stored = indexes.listed(parameter, paths)
         shards = self._plain(parameter, stored)
         index = indexes.index_of(shards, self._format(parameter, shards))
@@ -129,20 +134,31 @@ class ShardedSource(Source):
         blocks.examples(0)  # raises here if a field is missing
         return blocks
 
-    def _paths(self, parameter: str, patterns: Sequence[str]) -> tuple[list[str], int]:
+    def _paths(self, parameter: str, patterns: Sequence[str], use: Use) -> tuple[list[str], int]:
         """What is named, with its shards in place of a folder, and how much folders have besides."""
         paths: list[str] = []
         left_out = 0
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             inner, besides = [pattern], 0
             if os.path.isdir(pattern):
-                inner, besides = disk.inside(parameter, pattern, self._is_shard, "shards")
+                members, besides = folders.inside(parameter, pattern, self._is_shard, "shards", self._use(use))
+                inner = [member.path for member in members]
             paths, left_out = paths + inner, left_out + besides
         return paths, left_out
 
+    def _held_out(self, parameter: str) -> list[str]:
+        """The shards of the validation splits of folders on this machine."""
+        patterns = (self.files,) if isinstance(self.files, str) else self.files
+        local = [pattern for pattern in patterns if os.path.isdir(pattern)]
+        return folders.held_out(parameter, local, self._is_shard) if self._use(Use.TRAINING) is not Use.ALL else []
+
+    def _use(self, use: Use) -> Use:
+        """Folders of texts, such as programs with their tests, have no splits."""
+        return Use.ALL if self.format is Format.TEXT else use
+
     def _is_shard(self, name: str) -> bool:
         result = _format_of(packed.plain_name(name))
-        return result is not None and self.format in (None, result)
+        return result is not None and self.format in (None, result) and name not in splits.METADATA
 
     def _plain(self, parameter: str, shards: list[indexes.Entry]) -> list[indexes.Entry]:
         """The files, with plain copies in place of those that are compressed or not in UTF-8."""

@@ -8,27 +8,19 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
-from capibara.data.text import plain
-from capibara.storage import copies, packed, remote, stores
+from capibara.data.text import folders, plain, splits
+from capibara.data.text.splits import Use
+from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
 
 SPLITS = ("train", "validation")
-BUILD_RECORDS = (  # of a builder, beside the manifest; no documents to read
-    "manifest.json",
-    "index.json",
-    "lineage.jsonl",
-    "statistics.json",
-    "leaks.jsonl",
-    "contaminated.jsonl",
-)
-_HIDDEN = "is hidden, by its name"
 _SPACES = np.frombuffer(b" \t\r\v\f", np.uint8)
 COPY_BYTES = 16 << 30  # largest corpus that is copied from a bucket for random access
 _HASH_WHOLE_BYTES = 256 << 20  # corpora up to this size are fingerprinted by content, larger ones by size and time
@@ -54,19 +46,23 @@ class Kind(NamedTuple):
     """The files of a folder that are read.
 
     Attributes:
-      what: what they have, for errors.
+      noun: what they have, for errors.
       endings: of their names, before those of compression.
+      has_splits: whether folders of them are data sets, whose names say which files are for training. Folders of texts, such
+        as programs with their tests, are not.
     """
 
     noun: str
     endings: tuple[str, ...]
+    has_splits: bool = False
 
     def has(self, name: str) -> bool:
         """Whether a file is one of them, by its name."""
-        return packed.plain_name(name).endswith(self.endings)
+        is_metadata = self.has_splits and name in splits.METADATA
+        return packed.plain_name(name).endswith(self.endings) and not is_metadata
 
 
-RECORDS = Kind("JSON lines", (".jsonl", ".ndjson", ".json"))
+RECORDS = Kind("JSON lines", (".jsonl", ".ndjson", ".json"), has_splits=True)
 TEXTS = Kind("texts or JSON lines", (*RECORDS.endings, ".txt", *(f".{extension}" for extension in _DOMAINS)))
 
 
@@ -137,39 +133,42 @@ def choose_files(
     check_split(split)
     of_split = bool(validation_files) and split == "validation"
     parameter = f"{name}.validation_files" if of_split else f"{name}.files"
-    paths, left_out = listed(parameter, validation_files if of_split else files, kind)
+    held_out = [] if validation_files or not kind.has_splits else folders.held_out(parameter, _several(files), kind.has)
     if of_split:
-        tell_overlap(name, files, validation_files, kind.has)
-    return Files(parameter, plain.copies_of(parameter, paths, encoding), bool(validation_files), left_out)
+        paths, left_out = listed(parameter, validation_files, kind, Use.VALIDATION)
+        tell_overlap(name, files, validation_files, kind.has, kind.has_splits)
+    else:
+        paths, left_out = listed(parameter, held_out if held_out and split == "validation" else files, kind)
+    return Files(parameter, plain.copies_of(parameter, paths, encoding), bool(validation_files or held_out), left_out)
 
 
 def tell_overlap(
-    name: str, files: Sequence[str], validation_files: Sequence[str], is_read: Callable[[str], bool]
+    name: str, files: Sequence[str], validation_files: Sequence[str], is_read: Callable[[str], bool], has_splits: bool
 ) -> None:
     """Warns of files of the source `name` that are for training and for validation.
 
-    Nothing is read or copied, and training files that are not on this machine, which only evaluates, are no mistake.
+    `has_splits`: whether folders are data sets with splits. Nothing is read or copied, and training files that are not on this machine, which only evaluates, are no mistake.
     """
-    held_out = _addresses(validation_files, is_read)
+    of_training, of_validation = (Use.TRAINING, Use.VALIDATION) if has_splits else (Use.ALL, Use.ALL)
+    held_out = _addresses(validation_files, is_read, of_validation)
     local = [pattern for pattern in _several(files) if stores.of(pattern).has_local_paths]
     is_local = all(stores.of(path).has_local_paths for path in held_out)
-    common = held_out.keys() & _addresses(local if is_local else files, is_read).keys()
+    common = held_out.keys() & _addresses(local if is_local else files, is_read, of_training).keys()
     if common:
         line = "%s.validation_files and files have %d in common, such as %s: their loss is that of training documents"
         logging.getLogger(__name__).warning(line, name, len(common), min(held_out[address] for address in common))
 
 
-def _addresses(patterns: Sequence[str], is_read: Callable[[str], bool]) -> dict[str, str]:
+def _addresses(patterns: Sequence[str], is_read: Callable[[str], bool], use: Use) -> dict[str, str]:
     """The files that patterns name, by their addresses without links; those that cannot be listed are none."""
     by_address: dict[str, str] = {}
     for pattern in _several(patterns):
         store, paths = stores.of(pattern), list[str]()
-        if os.path.isdir(pattern):
-            paths = walked(pattern, is_read, lambda path, why: None, lambda error: None)
-        else:
-            with contextlib.suppress(UserError, TryAgain):
-                entries = store.matching(pattern) or ([] if store.has_local_paths else remote.below(pattern))
-                paths = [entry.url for entry in entries]
+        with contextlib.suppress(UserError, TryAgain):
+            if folders.is_folder(pattern):
+                paths = [member.path for member in folders.of_use("", pattern, is_read, use)]
+            else:
+                paths = [entry.url for entry in store.matching(pattern)]
         by_address |= {os.path.realpath(path) if store.has_local_paths else path: path for path in paths}
     return by_address
 
@@ -189,25 +188,25 @@ def expand(name: str, patterns: Sequence[str], kind: Kind) -> list[str]:
     return plain.copies_of(name, listed(name, patterns, kind)[0])
 
 
-def listed(name: str, patterns: Sequence[str], kind: Kind) -> tuple[list[str], int]:
+def listed(name: str, patterns: Sequence[str], kind: Kind, use: Use = Use.TRAINING) -> tuple[list[str], int]:
     """As `expand`, with compressed files as they are; and how much folders have besides."""
     if not patterns:
         raise UserError(f"{name} is empty: name at least one file or glob")
     paths: list[str] = []
     left_out = 0
     for pattern in _several(patterns):
-        if os.path.isdir(pattern):
-            inner, besides = inside(name, pattern, kind.has, kind.noun)
-            paths, left_out = paths + inner, left_out + besides
-            continue
         store = stores.of(pattern)
-        entries = store.matching(pattern)
-        if not entries and not store.has_local_paths:
-            entries, besides = _inside_bucket(name, pattern, kind)
+        if folders.is_folder(pattern):
+            members, besides = folders.inside(name, pattern, kind.has, kind.noun, use if kind.has_splits else Use.ALL)
             left_out += besides
-        if not entries:
+            entries = [member.entry for member in members if member.entry is not None]
+            here = [member.path for member in members]
+        else:
+            entries = list(store.matching(pattern))
+            here = [entry.url for entry in entries]
+        if not here:
             raise UserError(_no_file(name, pattern))
-        paths += [entry.url for entry in entries] if store.has_local_paths else _copies(name, pattern, entries)
+        paths += here if store.has_local_paths else _copies(name, pattern, entries)
     return list(dict.fromkeys(paths)), left_out
 
 
@@ -216,102 +215,6 @@ def _no_file(name: str, pattern: str) -> str:
         fault = "is a link to nothing" if not os.path.exists(pattern) else "is no regular file"
         return f"{name} ({pattern!r}) {fault}: name a file, a folder or a glob"
     return f"{name} ({pattern!r}) matches no file"
-
-
-def inside(name: str, folder: str, is_read: Callable[[str], bool], subject: str) -> tuple[list[str], int]:
-    """The files of a folder on this machine, and of the folders in it, that are read, and how much it has besides, which is logged.
-
-    Args:
-      name: the parameter that names the folder, for errors.
-      folder: the folder.
-      is_read: whether a file is read, by its name.
-      what: what such files have, for errors.
-
-    Raises:
-      UserError: there is none, or a folder cannot be read.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise UserError(
-            f"{name} ({error.filename!r}) cannot be read ({error.strerror}): make it a folder that you may read"
-        )
-
-    left_out: list[str] = []
-    files = walked(folder, is_read, lambda path, _: left_out.append(path), refuse)
-    for path in [path for path in files if not os.path.isfile(path)]:  # a pipe, a link to nothing
-        files.remove(path)
-        left_out.append(path)
-    if not files:
-        raise UserError(f"{name} ({folder!r}) is a folder without a file of {subject}: name files, or a glob")
-    _tell_left_out(name, folder, files, left_out)
-    return files, len(left_out)
-
-
-def walked(
-    folder: str,
-    is_read: Callable[[str], bool],
-    leave_out: Callable[[str, str], None],
-    refuse: Callable[[OSError], None],
-    without: Collection[str] = (),
-) -> list[str]:
-    """The files of a folder and of the folders in it that are read by their names; hidden ones and links to folders are not.
-
-    Args:
-      folder: on this machine.
-      is_read: whether a file is read, by its name.
-      leave_out: called with each path that is not, and why.
-      refuse: called with the error of a folder that cannot be read.
-      without: paths that are neither read nor left out.
-    """
-    files: list[str] = []
-    for above, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if os.path.join(above, name) not in without)
-        for name in [*folders, *sorted(names)]:
-            path = os.path.join(above, name)
-            if name in folders:
-                if name.startswith("."):
-                    leave_out(path, _HIDDEN)
-                elif os.path.islink(path):
-                    leave_out(path, "is a link to a folder")
-            elif path not in without:
-                if why := _why_left_out(name, is_read, "manifest.json" in names):
-                    leave_out(path, why)
-                else:
-                    files.append(path)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-    return files
-
-
-def _why_left_out(name: str, is_read: Callable[[str], bool], is_built: bool) -> str:
-    """Why a folder's file is not read, by its name; empty: it is. `is_built`: a manifest is beside it."""
-    if name.startswith("."):
-        return _HIDDEN
-    if is_built and name in BUILD_RECORDS:
-        return "is a record of what was built here"
-    return "" if is_read(name) else "has another ending"
-
-
-def _inside_bucket(name: str, folder: str, kind: Kind) -> tuple[list[Entry], int]:
-    """As `inside`, of a folder in a bucket; none: it is no folder."""
-    entries = remote.below(folder)
-    parts = [entry.url.removeprefix(remote.address(folder)).strip("/").split("/") for entry in entries]
-    built = {tuple(above) for *above, last in parts if last == "manifest.json"}
-    files: list[Entry] = []
-    left_out: list[Entry] = []
-    for entry, (*above, last) in zip(entries, parts):
-        is_hidden = any(part.startswith(".") for part in above)
-        is_left_out = is_hidden or _why_left_out(last, kind.has, tuple(above) in built)
-        (left_out if is_left_out else files).append(entry)
-    if entries and not files:
-        raise UserError(f"{name} ({folder!r}) is a folder without a file of {kind.noun}: name files, or a glob")
-    _tell_left_out(name, folder, files, [entry.url for entry in left_out])
-    return files, len(left_out)
-
-
-def _tell_left_out(name: str, folder: str, files: Sequence[object], left_out: Sequence[str]) -> None:
-    if left_out:
-        line = "%s (%s): %d files read, %d left out for their name or kind, such as %s"
-        logging.getLogger(__name__).warning(line, name, folder, len(files), len(left_out), left_out[0])
 
 
 def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:

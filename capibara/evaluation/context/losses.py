@@ -14,6 +14,7 @@ from capibara import sharding
 from capibara.core.types import Batch, Params, UserError
 from capibara.data.sources.sources import JsonlSource
 from capibara.data.text import disk
+from capibara.data.text.splits import Use
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation import scoring
 from capibara.evaluation.subject import Subject
@@ -45,7 +46,7 @@ def read_rows(files: Sequence[str], vocabulary: Vocabulary, length: int, count: 
     Raises:
       UserError: the files cannot be read, or no document is long enough.
     """
-    disk.listed("--data", tuple(files), disk.RECORDS)
+    disk.listed("--data", tuple(files), disk.RECORDS, Use.VALIDATION)
     documents = JsonlSource(files=(), validation_files=tuple(files)).open("validation")
     rows: list[Sequence[int]] = []
     longest = 0

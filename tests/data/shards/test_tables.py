@@ -171,3 +171,66 @@ def test_a_split_of_a_data_set_of_the_hub_is_lines_and_mistakes_are_one_line(end
     assert several == "error me/small has the configurations main, odd: name one as me/small:CONFIG:SPLIT"
     assert 'Unknown split "c"' in split and none.startswith("error me/none is no file here, and cannot be read from")
     assert lines(names[0], HF_HUB_OFFLINE="1") == [train]  # from the copy on this machine, so that a run resumes
+
+
+def first(path):
+    with open(path, encoding="utf-8") as file:
+        return json.loads(file.readline())
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A data set with three splits, as save_to_disk and as to_parquet write it."""
+    import datasets
+
+    rows_of = {split: [{"text": f"{split} {i}"} for i in range(2)] for split in ("train", "validation", "test")}
+    splits = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in rows_of.items()})
+    splits.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "parquet" / "data").mkdir(parents=True)
+    for split, table in splits.items():
+        table.to_parquet(str(tmp_path / "parquet" / "data" / f"{split}-00000-of-00001.parquet"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet"])
+def test_a_folder_of_tables_is_read_by_its_splits(saved, kind):
+    folder, out = str(saved / kind), str(saved / "lines")
+    assert tables.is_table(folder)
+    for use, split in (
+        (tables.Use.TRAINING, "train"),
+        (tables.Use.VALIDATION, "validation"),
+        (tables.Use.EVALUATION, "test"),
+    ):
+        (path,) = tables.with_tables([folder], out, use=use)
+        assert first(path) == {"text": f"{split} 0"}
+    (path,) = tables.held_out([folder], out)
+    assert first(path) == {"text": "validation 0"}
+
+
+def test_a_saved_split_and_a_file_of_arrow_are_tables(saved, tmp_path):
+    assert rows(saved / "saved" / "test", tmp_path / "out")[0] == {"text": "test 0"}
+    assert rows(next((saved / "saved" / "train").glob("*.arrow")), tmp_path / "out")[1] == {"text": "train 1"}
+    table = pyarrow.table({"n": [1, None]})
+    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    assert rows(tmp_path / "a.arrow", tmp_path / "out") == [{"n": 1}, {}]
+
+
+def test_a_saved_data_set_without_a_known_split_is_one_line(tmp_path):
+    import datasets
+
+    table = datasets.Dataset.from_list([{"text": "a"}])
+    datasets.DatasetDict({"old": table, "new": table}).save_to_disk(str(tmp_path / "x"))
+    with pytest.raises(UserError, match="has the splits old, new: name the folder of one, such as .*/x/old"):
+        tables.with_tables([str(tmp_path / "x")], str(tmp_path / "out"))
+    (tmp_path / "x" / "old" / "state.json").write_text("[]")
+    with pytest.raises(UserError, match="is no data set that can be read"):
+        tables.with_tables([str(tmp_path / "x")], str(tmp_path / "out"))
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1 and no more")
+    with pytest.raises(UserError, match="a.arrow is no Arrow file"):
+        tables.with_tables([str(tmp_path / "a.arrow")], str(tmp_path / "out"))
+
+
+def test_a_folder_with_lines_is_no_folder_of_tables(saved):
+    (saved / "parquet" / "train.jsonl").write_text('{"text": "x"}\n')
+    assert not tables.is_table(str(saved / "parquet"))
