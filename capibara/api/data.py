@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.data.text import json_lines
+from capibara.data.text import json_lines, splits
 from capibara.storage import outputs, stores
 
 Data = Any  # paths, dicts, texts, or a table: see `write_data`
@@ -52,6 +52,28 @@ def write_data(records: Data, folder: str, name: str = "data") -> tuple[str, ...
         os.makedirs(folder, exist_ok=True)
         outputs.save(path, text)
     return (path,)
+
+
+def by_splits(records: Data, validation: Data) -> tuple[Data, Data]:
+    """The training data and the validation data of a `datasets.DatasetDict`, or another mapping of splits; other data as it is.
+
+    Args:
+      records: the data.
+      validation: chosen by the caller; None: the mapping's validation split, if it has one.
+
+    Raises:
+      UserError: several splits are for training.
+    """
+    if not isinstance(records, Mapping):
+        return records, validation
+    keys = [str(key) for key in records]
+    of = {split: [key for key in keys if splits.named(key) is split] for split in splits.Split}
+    train, held_out = of[splits.Split.TRAIN], of[splits.Split.VALIDATION]
+    if not train:
+        return records, validation
+    if len(train) > 1:
+        raise UserError(f"the data has the splits {', '.join(keys)}: give one, such as data[{train[0]!r}]")
+    return records[train[0]], records[held_out[0]] if validation is None and len(held_out) == 1 else validation
 
 
 def _chained(first: object, rest: Iterator[object]) -> Iterator[object]:

@@ -94,6 +94,7 @@ def finetune(
     """
     chosen = _method(method)
     _check(chosen, out, lora, rewards, fields)
+    data, eval = of_python.by_splits(data, eval)
     devices.start(emulate)
     path, rewards = hub.local_path(stored_path(model)), tuple(_named(reward) for reward in rewards)
     finetuning.check_out(out, path)  # before the data is written there

@@ -17,6 +17,7 @@ import pytest
 
 import capibara as cb
 from capibara import config
+from capibara.api import data
 from capibara.cli import finetune as verb
 from capibara.cli import infer, plan, prepare
 from capibara.cli import train as train_verb
@@ -502,6 +503,19 @@ def test_paths_stay_paths(folder, tmp_path):
 
 
 # --- MODEL in Gin ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_of_splits_is_training_and_validation_data():
+    """As a datasets.DatasetDict is."""
+    of = {"test_sft": [{"text": "c"}], "train_sft": [{"text": "a"}], "validation_sft": [{"text": "b"}]}
+    assert data.by_splits(of, None) == ([{"text": "a"}], [{"text": "b"}])
+    assert data.by_splits(of, [{"text": "d"}]) == ([{"text": "a"}], [{"text": "d"}])
+    record = {"prompt": "train", "completion": "b"}
+    assert data.by_splits(record, None) == (record, None)
+    with pytest.raises(
+        UserError, match="the data has the splits train, train_gen: give one, such as data\\['train'\\]"
+    ):
+        data.by_splits({"train": [], "train_gen": []}, None)
 
 
 def test_a_gin_file_names_a_model_in_place_of_its_sizes(folder, tmp_path, capfd):
