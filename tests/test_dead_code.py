@@ -17,7 +17,7 @@ USED = {
     # by name: getattr, fields of tuples in their order, logical axes of Rules
     "_saving", "critic", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
     "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "head_gate", "act_embed", "act_mlp", "act_vocab",
-    "queue_depth", "slots_busy", "pages_busy",
+    "queue_depth", "slots_busy", "pages_busy", "encoder_segment_ids",
     # parameters of methods that a protocol declares
     "allow_overwrite", "timeout_ms",
     # by users of Python

@@ -81,10 +81,9 @@ def finetune(
         value unless it says.
       rewards: of methods with rewards: functions (prompt, answer, record) -> a number.
       steps, epochs: the length of the run; by default one pass over the data.
-      learning_rate: the highest one; None: by the method and the model's size.
-      batch_size: rows of a step; None: 8, with rewards 64, of "online_dpo" 32 pairs.
-      length: tokens of a row; None: 1024, or what the model reads.
-      seed: of adapters and of the data's order.
+      learning_rate, batch_size: the highest one; rows of a step. None: by the method and the model's size; 8, with rewards 64, of
+        "online_dpo" 32 pairs.
+      length, seed: tokens of a row, None: 1024, or what the model reads; of adapters and of the data's order.
       bindings: more of the configuration, as Gin has it: "Schedule.kind = 'cosine'".
       others, emulate: as for `train`.
       fields: of `Trainer`, such as log_every=1.
@@ -94,14 +93,14 @@ def finetune(
     """
     chosen = _method(method)
     _check(chosen, out, lora, rewards, fields)
-    data, eval = of_python.by_splits(data, eval)
     devices.start(emulate)
     path, rewards = hub.local_path(stored_path(model)), tuple(_named(reward) for reward in rewards)
     finetuning.check_out(out, path)  # before the data is written there
+    files, held_out = _files(data, eval, out)
     asked = FineTuning(
-        model=path, files=_files(data, out, "data"), validation_files=() if eval is None else _files(eval, out, "eval"),
-        out=os.path.expanduser(out), method=chosen, teacher=None if teacher is None else stored_path(teacher), steps=steps,
-        epochs=epochs, learning_rate=learning_rate, batch_size=batch_size, length=length, seed=seed,
+        model=path, files=files, validation_files=held_out, out=os.path.expanduser(out), method=chosen,
+        teacher=None if teacher is None else stored_path(teacher), steps=steps, epochs=epochs,
+        learning_rate=learning_rate, batch_size=batch_size, length=length, seed=seed,
         bindings=("REWARDS = (@exact_answer,)", *bindings) if rewards else tuple(bindings),
     )  # fmt: skip
     return _trained(asked, lora, rewards, fields, others, emulate)
@@ -211,8 +210,12 @@ def _method(name: str) -> Method:
     return Method(name)
 
 
-def _files(data: Data, out: str, name: str) -> tuple[str, ...]:
-    return of_python.write_data(data, os.path.join(os.path.expanduser(out), "data"), name)
+def _files(data: Data, validation: Data, out: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The files of the training data, and those of the validation data, in the run folder; none: a fraction is held out."""
+    folder = os.path.join(os.path.expanduser(out), "data")
+    data, validation = of_python.by_splits(data, validation)
+    files = of_python.write_data(data, folder, "data")
+    return files, () if validation is None else of_python.write_data(validation, folder, "eval")
 
 
 def _check(method: Method, out: str, lora: Lora | int | None, rewards: Sequence[Reward], fields: Iterable[str]) -> None:

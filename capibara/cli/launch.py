@@ -39,7 +39,7 @@ examples:
 
 _LAUNCHED = ("gce", "gke", "vertex", "slurm", "ssh")
 _MANAGED = ("list", "status", "logs", "cancel", "resume", "manage")
-_MODULES = {
+MODULES = {
     "local": "local",
     "recover": "recover",
     "staged": "staged",
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if where in ("-h", "--help"):
         print(_DESCRIPTION)
         return 0
-    if where not in _MODULES:
+    if where not in MODULES:
         known = ["local", "sweep", "xmanager", *_LAUNCHED, *_MANAGED, "recover"]
         raise UserError(f"launch has no {where!r}{did_you_mean(where, known, 'words')} (see --help)")
-    module = importlib.import_module(f"capibara.cli.launching.{_MODULES[where]}")
+    module = importlib.import_module(f"capibara.cli.launching.{MODULES[where]}")
     code: int = module.main(argv)
     return code

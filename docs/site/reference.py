@@ -188,7 +188,7 @@ def commands() -> Iterator[list[str]]:
     """Every command with a help of its own: the verbs, and the words of `prepare` and `launch`."""
     for verb in VERBS:
         yield [verb]
-        words = {"prepare": prepare._MODULES, "launch": launch._MODULES}.get(verb, {})
+        words = {"prepare": prepare.MODULES, "launch": launch.MODULES}.get(verb, {})
         yield from ([verb, word] for word in words if [verb, word] != ["launch", "sweep"])
         if verb == "launch":
             yield from ([verb, "sweep", where] for where in ("local", *sorted(backends.NAMES)))

@@ -2,7 +2,7 @@
 
     python tests/interop/stored_quants_peer.py tests/interop/stored_quants.json [SEED]
 
-(pip install torch transformers compressed-tensors; or vllm.) Each library that is installed makes its own cases; those of the
+(pip install torch transformers compressed-tensors; or vllm; or torch 'mlx[cpu]'.) Each library that is installed makes its own cases; those of the
 others stay as they are. A case has the quantization_config, the dtype of the model, the stored tensors, and the values' hash.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -34,6 +34,7 @@ KINDS = {
     torch.uint8: "U8",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.uint32: "U32",
 }
 Case = tuple[str, dict[str, Any], str, dict[str, torch.Tensor], torch.Tensor]
 
@@ -178,7 +179,29 @@ def of_vllm(draw: torch.Generator) -> Iterator[Case]:
     yield "MXFP8, bfloat16", about, "bfloat16", stored, dequant_mxfp8_to_bf16(weight, exponents)
 
 
-MAKERS = {"compressed-tensors": of_compressed_tensors, "transformers": of_transformers, "vllm": of_vllm}
+def of_mlx(draw: torch.Generator) -> Iterator[Case]:
+    import mlx.core as mx
+    import numpy as np
+
+    def as_torch(value: mx.array) -> torch.Tensor:
+        if value.dtype == mx.bfloat16:
+            return torch.from_numpy(np.array(value.view(mx.uint16)).view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(np.array(value))
+
+    dtypes = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+    affine = [("affine", bits, 32, "bfloat16") for bits in (1, 2, 3, 4, 5, 6, 8)]
+    affine += [("affine", 4, 64, "float16"), ("affine", 6, 128, "float32")]
+    floats = [("mxfp4", 4, 32, "bfloat16"), ("mxfp8", 8, 32, "bfloat16"), ("nvfp4", 4, 16, "bfloat16")]
+    for mode, bits, size, dtype in affine + floats:
+        weight = torch.randn(OUTPUTS, INPUTS if size <= 32 else 2 * size, generator=draw)
+        how: dict[str, Any] = {"group_size": size, "bits": bits, "mode": mode}
+        stored = mx.quantize(mx.array(weight.numpy()).astype(dtypes[dtype]), **how)
+        values = as_torch(mx.dequantize(*stored, **how))
+        parts = {f"{BASE}.{part}": as_torch(value) for part, value in zip(("weight", "scales", "biases"), stored)}
+        yield f"{mode} of {bits} bits in groups of {size}, {dtype}", how, dtype, parts, values
+
+
+MAKERS = {"compressed-tensors": of_compressed_tensors, "transformers": of_transformers, "vllm": of_vllm, "mlx": of_mlx}
 
 
 def main(path: str, seed: int = 0) -> None:
@@ -187,7 +210,7 @@ def main(path: str, seed: int = 0) -> None:
         module = library.replace("-", "_")
         if importlib.util.find_spec(module) is None or (library != "vllm" and importlib.util.find_spec("vllm")):
             continue
-        version = importlib.import_module(module).__version__
+        version = importlib.metadata.version(library)
         cases = {}
         for name, about, dtype, parts, values in maker(torch.Generator().manual_seed(seed)):
             cases[name] = {

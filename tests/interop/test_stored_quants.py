@@ -28,7 +28,7 @@ GOLDEN = json.loads((HERE / "stored_quants.json").read_text())
 CASES = {f"{library}: {name}": case for library, of in GOLDEN.items() for name, case in of["cases"].items()}
 BASE = "model.layers.0.self_attn.q_proj"
 DTYPES = {
-    "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
+    "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "U32": np.uint32,
     "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32,
 }  # fmt: skip
 PYTHON = os.environ.get("QUANT_PYTHON")

@@ -108,7 +108,7 @@ class HfFolder:
         for weights, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):
             has_index = os.path.exists(os.path.join(self._path, index))
             if os.path.exists(os.path.join(self._path, weights)):
-                if has_index:
+                if has_index and {*self._indexed(index).values()} != {weights}:
                     logging.getLogger(__name__).warning(
                         "%s: %s is read, as by transformers, and not the files of %s", self._path, weights, index
                     )
@@ -117,10 +117,15 @@ class HfFolder:
                 return self._of_index(index)
         raise UserError(f"{self._path} has neither {WEIGHTS} nor {TORCH_WEIGHTS}, and no index of several")
 
-    def _of_index(self, index: str) -> dict[str, str]:
+    def _indexed(self, index: str) -> dict[str, str]:
+        """The file that an index names for each tensor."""
         named = _json(os.path.join(self._path, index)).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
             raise UserError(f"{self._path}/{index} has no weight_map: copy it again")
+        return named
+
+    def _of_index(self, index: str) -> dict[str, str]:
+        named = self._indexed(index)
         files = set(named.values())
         if len(files) > _MOST_FILES:
             raise UserError(f"{self._path}/{index} names {len(files):,} files, must name at most {_MOST_FILES:,}")

@@ -71,7 +71,7 @@ def read(family: Family) -> frozenset[str]:
         *((family.transform,) if family.transform else ()),
         *((family.mtp_key,) if family.mtp_key else ()),
     }
-    names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config"}
+    names |= {"model_type", "architectures", "tie_word_embeddings", "quantization_config", "quantization"}
     names |= {"id2label", "num_labels"} if families.score_architecture(family) else set()
     names |= {*_ROPE, family.theta, family.share} if family.rope else set()
     names |= {*_EXPERTS, family.experts} if family.experts else set()

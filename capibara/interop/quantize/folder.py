@@ -11,11 +11,11 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats import bitsandbytes, compressed_tensors, fp8, modelopt, mxfp4, words
+from capibara.interop.quantize.formats import bitsandbytes, compressed_tensors, fp8, mlx, modelopt, mxfp4, words
 from capibara.interop.quantize.formats.weights import Folder, Quantized
 
-# Of config.json: the second one is an older name of compressed-tensors.
-CONFIG_KEYS = ("quantization_config", "compression_config")
+# Of config.json: the second one is an older name of compressed-tensors, the last one MLX's.
+CONFIG_KEYS = ("quantization_config", "compression_config", mlx.CONFIG_KEY)
 _READERS: dict[str, Callable[[Folder, Mapping[str, object]], Quantized]] = {
     "gptq": words.gptq,
     "awq": words.awq,
@@ -25,6 +25,7 @@ _READERS: dict[str, Callable[[Folder, Mapping[str, object]], Quantized]] = {
     "fp8": fp8.fp8,
     "mxfp8": fp8.fp8,
     "modelopt": modelopt.modelopt,
+    "mlx": mlx.mlx,
 }
 _MODELOPT = "hf_quant_config.json"  # of folders whose config.json does not have it
 _OTHER_NAMES = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "modelopt_mxfp8": "modelopt"}
@@ -49,7 +50,7 @@ class QuantizedFolder:
         self.config = {name: value for name, value in folder.config.items() if name not in CONFIG_KEYS}
         self.tokenizer, self.about = folder.tokenizer, folder.about
         method = about.get("quant_method") if isinstance(about, dict) else None
-        method = method or ("bitsandbytes" if _is_bitsandbytes(about) else None)
+        method = method or ("bitsandbytes" if _is_bitsandbytes(about) else "mlx" if mlx.is_mlx(about) else None)
         reader = _READERS.get(_OTHER_NAMES.get(method, method)) if isinstance(method, str) else None
         if not isinstance(about, dict) or reader is None:
             raise UserError(

@@ -642,9 +642,7 @@ class Decoder(DecoderBase, Predicting):
 
         Args:
           values: parameters of the layers, from `stack.unstacked`.
-          batch: `tokens` [B, T] and `counts` [B], the number of real tokens in each row. For a prefill of a prefix LM
-            optionally `inputs` [B], the length of the prefix, by default all tokens. Optionally `adapters`, an
-            unmerged.BatchAdapters.
+          batch: the next tokens of each row.
           cache: what was read before.
           is_prefill: whether the cache is empty.
         """

@@ -47,12 +47,12 @@ class Pending(NamedTuple):
 class DecodeRunner:
     """Runs the programs that read and write the slots' state, and is its only user.
 
-    Tokens are requested from the devices and received later, program by program. Methods that request tokens return the
-    requests for which all tokens have been requested: their slots are free before the last token is received.
+    Tokens are requested from the devices and received later. Methods that request tokens return the requests for which all have
+    been requested: their slots are free before the last token is received.
 
     Args:
-      programs: of the engine.
-      state: on the devices, with empty slots.
+      programs: of the engine; also an attribute.
+      state: on the devices, with empty slots; as an attribute the newest, None: a program failed that had it.
       start: makes such a state.
       config: of the engine.
       vocab_size: ids of the model.
@@ -62,10 +62,7 @@ class DecodeRunner:
       compiler: compiles programs while others run.
 
     Attributes:
-      programs: as given.
-      state: the newest; None: a program failed that had it.
-      settings: of the slots, on the host.
-      sizes: numbers of rows, besides all slots, whose steps are compiled.
+      settings, sizes: of the slots, on the host; numbers of rows, besides all slots, whose steps are compiled.
       ahead: tokens per row in the last decode program.
       checksum: of all received tokens.
       statistics: of requested tokens.
@@ -88,8 +85,7 @@ class DecodeRunner:
         self._shapes, self._compiler = jax.tree.map(shape_of, state), compiler
         self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
         self._pages, self._adapters = pages, adapters
-        self.settings, self._adapter_numbers = _idle(config.slots)
-        self._pending: deque[Pending] = deque()
+        (self.settings, self._adapter_numbers), self._pending = _idle(config.slots), deque[Pending]()
         self.sizes: Sequence[int] = ()
         self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
 

@@ -81,7 +81,7 @@ def test_other_tokens_are_found_at_the_next_step():
     lead, messages = sent({})
     lead.submit("def", GREEDY).result()
     follows = Recorded()
-    follows.core.params.current = jax.tree.map(lambda x: -x, follows.core.params.current)
+    follows.update(jax.tree.map(lambda x: -x, jax.jit(MODEL.init)(jax.random.key(0))))
     with pytest.raises(RuntimeError, match="other tokens than process 0"):
         follows.follow(map(json.loads, messages))
     assert len(follows.calls) < len(lead.calls)
