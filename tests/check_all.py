@@ -63,7 +63,7 @@ def checks(options: argparse.Namespace, folder: pathlib.Path) -> Iterator[Check]
         yield Check("make site", [["make", "site"]])
     if "wheel" in options.only:
         for python in options.pythons:
-            yield Check(f"wheel, {python}", wheel_commands(python, folder / python))
+            yield Check(f"wheel, {python}", wheel_commands(python, folder / _as_name(python)))
 
 
 def wheel_commands(python: str, folder: pathlib.Path) -> list[list[str]]:
@@ -82,7 +82,7 @@ def wheel_commands(python: str, folder: pathlib.Path) -> list[list[str]]:
 
 def run(check: Check) -> Result:
     """Runs the commands until one fails; their output goes to a file of the check's name."""
-    path = LOGS / (re.sub(r"[^\w.]+", "_", check.name) + ".log")
+    path = LOGS / (_as_name(check.name) + ".log")
     begin_s = time.monotonic()
     with open(path, "w", encoding="utf-8") as log:
         passed = all(
@@ -93,6 +93,11 @@ def run(check: Check) -> Result:
         r"^=*\s*(\d+ (?:passed|failed|skipped|error)[^=\n]*?) in ", path.read_text(errors="replace"), re.M
     )
     return Result(check.name, passed, time.monotonic() - begin_s, counts[-1] if counts else "")
+
+
+def _as_name(text: str) -> str:
+    """A name of a file for a path or a sentence."""
+    return re.sub(r"[^\w.]+", "_", text)
 
 
 def row(result: Result) -> str:

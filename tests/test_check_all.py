@@ -26,6 +26,12 @@ def test_options_choose_the_checks(tmp_path):
     assert isinstance(options, argparse.Namespace)
 
 
+def test_the_wheel_of_a_python_by_its_path_has_an_environment_of_its_own(tmp_path):
+    (check,) = check_all.checks(check_all.parsed(["--only=wheel", f"--pythons={sys.executable}"]), tmp_path)
+    environments = [command[-1] for command in check.commands if command[1:3] == ["-m", "venv"]]
+    assert len(environments) == 1 and environments[0].startswith(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "flag, message",
     [
