@@ -43,10 +43,10 @@ class QuantizedFolder:
 
     def __init__(self, folder: Folder):
         self._folder = folder
-        stated = [folder.config[key] for key in CONFIG_KEYS if folder.config.get(key)]
-        about = stated[0] if stated else None
-        if any(other != about for other in stated):
-            raise UserError(f"config.json has {' and '.join(CONFIG_KEYS)}, which differ: leave the wrong one out")
+        stated = {key: folder.config[key] for key in CONFIG_KEYS if folder.config.get(key)}
+        about = next(iter(stated.values()), None)
+        if any(other != about for other in stated.values()):
+            raise UserError(f"config.json has {' and '.join(stated)}, which differ: leave the wrong one out")
         self.config = {name: value for name, value in folder.config.items() if name not in CONFIG_KEYS}
         self.tokenizer, self.about = folder.tokenizer, folder.about
         method = about.get("quant_method") if isinstance(about, dict) else None
