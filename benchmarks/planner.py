@@ -332,7 +332,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     print(f"{'':20}{'slice':>9}  {'mesh, rows, remat':44}{'predicted':>10}{'compiled':>10}{'error':>8}")
     for name in names:
         one = case(MEMORY[name])
-        predicted = model.memory(one.work, one.choice, most_bytes=one.slice_.chip.device_usable_hbm_bytes)
+        predicted = model.memory(one.work, one.choice, one.slice_.chip, most_bytes=one.slice_.chip.device_usable_hbm_bytes)
         verdict = compiled(one, name, options.deadline)
         line = f"{name:20}{one.point.slice:>9}  {one.choice.describe():44}{predicted.peak / GIB:10.3f}"
         result = {"point": dataclasses.asdict(one.point), "predicted": dataclasses.asdict(predicted)}
@@ -365,7 +365,7 @@ def limit(options: argparse.Namespace) -> dict[str, Any]:
 
         def predicted(rows: int) -> float:
             choice = dataclasses.replace(one.choice, rows=rows)
-            return model.memory(one.work, choice, most_bytes=usable * (1 - options.headroom)).peak
+            return model.memory(one.work, choice, one.slice_.chip, most_bytes=usable * (1 - options.headroom)).peak
 
         rows = 1
         while predicted(rows + 1) <= usable * (1 - options.headroom):
@@ -487,7 +487,7 @@ def search_(options: argparse.Namespace) -> dict[str, Any]:
                             sizes=sizes, rows=rows, accumulation=accumulation, remat=remat, pipeline_microbatches=n
                         )
                         count += 1
-                        need = memory.memory(one.work, plan, most_bytes=limit_bytes)
+                        need = memory.memory(one.work, plan, one.slice_.chip, most_bytes=limit_bytes)
                         if need.peak <= limit_bytes and need.host <= first.host_limit_bytes:
                             best = max(best, cost.cost(one.work, plan, one.slice_).tokens_per_s)
         share = first.cost.tokens_per_s / best

@@ -7,6 +7,7 @@ LoRA, quantization and the tables of checkpoints' names read them from here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 
 Axes = tuple[str | None, ...]
@@ -54,7 +55,7 @@ class Projection:
         start = stack_dims(self.axes)
         return self.axes[start : start + in_dims(self.axes)]
 
-    @property
+    @functools.cached_property  # a search of plans asks a hundred thousand times
     def out_axes(self) -> Axes:
         """The axes of its result."""
         return self.axes[stack_dims(self.axes) + in_dims(self.axes) :]

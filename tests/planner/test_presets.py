@@ -50,7 +50,7 @@ def test_a_plan_is_what_was_compiled(path):
     compiled = record["compiled"]
     assert compiled["fits"] and compiled["peak_bytes"] <= compiled["limit_bytes"] and record["versions"]["libtpu"]
     _, slice_, work, choice = as_read(path, record)
-    predicted = memory.memory(work, choice, most_bytes=slice_.chip.device_usable_hbm_bytes)
+    predicted = memory.memory(work, choice, slice_.chip, most_bytes=slice_.chip.device_usable_hbm_bytes)
     assert predicted.peak == pytest.approx(compiled["peak_bytes"], rel=0.15)
 
 
@@ -60,7 +60,7 @@ def test_a_plan_for_fine_tuning_fits_with_a_tenth_to_spare(path):
     run, slice_, work, choice = as_read(path, record)
     dtype = {"lora": "bfloat16", "qlora": "nf4"}[record["base"]]
     assert slice_.name == path.parent.name and str(run.model.lora.base_dtype) == dtype
-    predicted = memory.memory(work, choice, most_bytes=0.9 * slice_.chip.device_usable_hbm_bytes)
+    predicted = memory.memory(work, choice, slice_.chip, most_bytes=0.9 * slice_.chip.device_usable_hbm_bytes)
     assert predicted.peak == pytest.approx(record["predicted"]["peak_bytes"], rel=0.001)
     assert predicted.peak <= 0.9 * slice_.chip.device_usable_hbm_bytes
     whole = (

@@ -67,7 +67,7 @@ def plan(folder: str) -> dict[str, Any]:
     chosen = choice.of_plan(run.plan, work, part.devices)
     expected = cost.cost(work, chosen, part)
     predicted = {"step_s": expected.step_s, "tokens_per_s": expected.tokens_per_s, "mfu": expected.mfu}
-    predicted["peak_bytes"] = memory.memory(work, chosen).peak
+    predicted["peak_bytes"] = memory.memory(work, chosen, part.chip).peak
     about = {"slice": part.title, "plan": chosen.describe(), "bound by": str(expected.bound)}
     return {"predicted": predicted, "plan": about, "unavailable": None}
 

@@ -98,7 +98,7 @@ def loss_and_gradients(
     """`by_tokens.loss_and_gradients`, for a head that has a gradient."""
     (V, D), S = head_VD.shape, layout.vocab_shards
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    size = _part_size(V // S, part_ids(*hidden_ND.shape))
+    size = _part_size(V // S, part_ids(*hidden_ND.shape, sharding.device_kind()))
     parts = _Parts(_gathered(head_VD, hidden_BTD.dtype, layout), layout.head_shards, D, size, softmax)
     tokens = _Tokens(hidden_ND, targets_BT.reshape(-1).astype(jnp.int32), weights_BT.reshape(-1))
     sums, log_z_N = _sums(_look(tokens, parts, terms), tokens, V, terms, softmax.ceiling)
@@ -239,8 +239,8 @@ def _gathered(head_VD: jax.Array, dtype: jnp.dtype, layout: Layout) -> jax.Array
     return jnp.moveaxis(head_PV.reshape(-1, S, V // S), 1, 0)
 
 
-def part_ids(N: int, D: int) -> int:
-    """The most ids of a part, for N tokens of width D.
+def part_ids(N: int, D: int, device_kind: str) -> int:
+    """The most ids of a part, for N tokens of width D, on a kind of device as sharding.device_kind() returns it.
 
     Parts that leave the float32 gradient of the hidden states, which every part adds to, on the chip take fewer cycles
     than larger ones, unless they are too small to keep the matrix unit busy. Compiled losses, in ms, by MiB of a part
@@ -258,10 +258,10 @@ def part_ids(N: int, D: int) -> int:
     | v6e | 262,144, 1152, 16,384 | 112 | 82.0 | 73.7 | 81.1 |
     """
     id_bytes = 4 * max(N, D)
-    left = min(_ON_CHIP_PART_BYTES, _ON_CHIP_BYTES.get(sharding.device_kind(), 0) - 4 * N * D)
+    left = min(_ON_CHIP_PART_BYTES, _ON_CHIP_BYTES.get(device_kind, 0) - 4 * N * D)
     if left >= max(_ON_CHIP_PART_BYTES // 2, _FEWEST_ON_CHIP * id_bytes):
         return left // id_bytes
-    return max(_PART_BYTES_OF.get(sharding.device_kind(), PART_BYTES) // id_bytes, _FEWEST)
+    return max(_PART_BYTES_OF.get(device_kind, PART_BYTES) // id_bytes, _FEWEST)
 
 
 def _part_size(ids: int, most: int) -> int:

@@ -18,6 +18,9 @@ from capibara.planner.compiler.hlo import Instruction, Module, branches, callee,
 # Results without memory of their own: aliases of operands, and what is part of the program.
 _NAMES = ("bitcast", "get-tuple-element", "tuple", "optimization-barrier", "while")
 _NO_MEMORY = (*_NAMES, "parameter", "constant", "iota", "after-all", "dynamic-update-slice", "call", "conditional")
+# "output_to_operand_aliasing={{}: (0, {}), {2}: (5, {})}": the result, or one of several, lies in the buffer of an operand.
+_ALIASING = re.compile(r"output_to_operand_aliasing=\{((?:\{[\d, ]*\}: \(\d+, \{[\d, ]*\}\)(?:, )?)*)\}")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), ")
 _SCOPES = re.compile(r"\b(attention|mlp|loss|optimizer)\b")
 
 
@@ -183,6 +186,8 @@ def _element(
         return frozenset()
     if producer.opcode == "tuple":
         return lies_in.get(producer.operands[index], frozenset()) if index < len(producer.operands) else frozenset()
+    if index in (aliased := _aliased(producer)):
+        return lies_in.get(producer.operands[aliased[index]], frozenset())
     name = f"{producer.name}#{index}"
     return frozenset({name}) if name in allocated else lies_in.get(producer.name, frozenset())
 
@@ -192,15 +197,15 @@ def _allocations(
 ) -> Iterator[tuple[str, int]]:
     """(name, bytes) of the buffers that an instruction allocates."""
     opcode, arrays = instruction.opcode, instruction.arrays
-    if (
-        opcode in _NO_MEMORY
-        or opcode.endswith(("-done", "-update"))
-        or "output_to_operand_aliasing" in instruction.attributes
-    ):
+    if opcode in _NO_MEMORY or opcode.endswith(("-done", "-update")):
         return
     if opcode.endswith("-start"):  # its result includes the operands
         operands = sum(a.hbm_bytes for o in instruction.operands if o in computation for a in computation[o].arrays)
         yield instruction.name, max(0, sum(a.hbm_bytes for a in arrays) - operands)
+        return
+    if aliased := _aliased(instruction):
+        apart = (pair for pair in enumerate(arrays) if pair[0] not in aliased)
+        yield from ((f"{instruction.name}#{index}", array.hbm_bytes) for index, array in apart)
         return
     in_place = sum(a.hbm_bytes for o in _shared(module, instruction) if o in computation for a in computation[o].arrays)
     if len(arrays) == 1 or in_place:
@@ -216,6 +221,8 @@ def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
         return instruction.operands
     if opcode.endswith("-done") or opcode == "dynamic-update-slice":
         return instruction.operands[:1]
+    if aliased := _aliased(instruction):
+        return tuple(instruction.operands[n] for n in aliased.values())
     if opcode != "fusion":
         return ()
     inner = module.computations[instruction.inner("calls")]
@@ -223,6 +230,12 @@ def _shared(module: Module, instruction: Instruction) -> tuple[str, ...]:
     outputs = [inner[o] for o in root.operands] if root.opcode == "tuple" else [root]
     result = (_updated_parameter(inner, output) for output in outputs)
     return tuple(instruction.operands[n] for n in result if n is not None and n < len(instruction.operands))
+
+
+def _aliased(instruction: Instruction) -> dict[int, int]:
+    """Index of a result -> number of the operand whose buffer it lies in, as the compiler states it."""
+    text = _ALIASING.search(instruction.attributes)
+    return {int(index or 0): int(number) for index, number in _ALIAS.findall(text[1])} if text else {}
 
 
 def _updated_parameter(inner: dict[str, Instruction], output: Instruction) -> int | None:

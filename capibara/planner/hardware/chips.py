@@ -114,6 +114,11 @@ class Chip:
         return self.ici_axes > 1
 
     @property
+    def platform(self) -> str:
+        """JAX's name for it: "tpu", "gpu" or "cpu"."""
+        return "tpu" if self.is_tpu else "cpu" if self.name == "cpu" else "gpu"
+
+    @property
     def unit(self) -> str:
         """The name of one of its JAX devices."""
         return "chip" if self.devices == 1 else "core"

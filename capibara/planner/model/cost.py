@@ -17,6 +17,7 @@ from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
 from capibara.planner.hardware import network
 from capibara.planner.hardware.network import Layout
 from capibara.planner.hardware.slices import Slice
+from capibara.planner.hardware.tiling import LANES
 from capibara.planner.model import memory
 from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
@@ -42,7 +43,6 @@ _ATTENTION = 0.5  # of the peak: attention kernels run the softmax on the vector
 # results in whole lanes; for each expert of a token those of gathers and sums; of float32 scores without a kernel (one step
 # of T5 1.1 large, fitted apart).
 _RESIDUAL_PASSES, _HEAD_PASSES, _EXPERT_PASSES, _SCORE_PASSES = 157.0, 7.5, 43.0, 22.0
-_LANES = 128
 _ACTIVATIONS_EXPOSED = 0.5  # share of the time of activations' collectives that adds to the step
 # Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
 _IMBALANCE = 1.1
@@ -193,7 +193,7 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     layout = network.layout(slice_, choice.mesh)
     flops = step_flops(work, choice)
     chip = slice_.chip
-    host = memory.memory(work, choice).host if choice.remat.kind is Remat.OFFLOAD else 0.0
+    host = memory.host_bytes(work, choice) if choice.remat.kind is Remat.OFFLOAD else 0.0
     layers_bytes, update_bytes = hbm_bytes(work, choice)
     bandwidth = chip.device_hbm_bytes_per_s * HBM_REACHED
     collectives = tuple(_collectives(work, choice, layout))
@@ -312,7 +312,7 @@ def elementwise_bytes(work: Workload, choice: Choice) -> float:
     # Of the two units of the backward pass and one of each forward pass, full remat has four.
     passes = (3 + (choice.remat.kind is not Remat.NONE)) / 4
     residual = (_RESIDUAL_PASSES + _EXPERT_PASSES * (0 if c.moe is None else c.moe.top_k)) * c.embed_dim
-    lanes = -(-c.head_size // _LANES) * _LANES
+    lanes = -(-c.head_size // LANES) * LANES
     heads = _HEAD_PASSES * (2 * c.num_heads + 2 * c.kv_heads) * lanes
     total = 0.0
     for stack in work.stacks:

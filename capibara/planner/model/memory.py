@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 
@@ -15,6 +17,8 @@ from capibara.core import projections
 from capibara.kernels.cross_entropy import by_vocabulary
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
 from capibara.models.api import paged
+from capibara.planner.hardware.chips import Chip
+from capibara.planner.hardware.tiling import LANES, SUBLANES
 from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
 from capibara.sharding import Remat, RematPolicy
@@ -25,7 +29,6 @@ _FROZEN_HEAD_LOGITS = 2.0  # blocks of logits and derived arrays, if the head ha
 _REDUCED_BYTES = 64 * 2**20  # of the head's gradient that is reduced at once
 _PARTS = 2.0  # parts of logits and derived arrays in kernels/cross_entropy/by_vocabulary.py
 
-_LANES = 128  # of a TPU's vector registers
 # How many arrays of each size XLA holds at once, counted in compiled programs (benchmarks/planner.py memory). Beside
 # what it names, remat `none` saves the norms' float32 inputs and products, also of queries and keys if they are normed.
 _NONE_HIDDEN = 6.0  # [tokens, F] of gated MLPs; two thirds without a gate
@@ -66,7 +69,6 @@ _EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units
 # Arrays of each offloaded result that are on their way to or from the host's memory, for one layer. Fitted on 29 November
 # 2026 to Llama 3 8B and 70B and Mixtral 8x7B on v5e and v6e, with and without queries, keys and values (libtpu 0.0.42.1).
 _IN_TRANSIT = 2.5
-_SUBLANES = 8  # larger numbers of exchanged rows are padded to a multiple of this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,31 +134,46 @@ class Memory:
         return max(self.moments, key=self.moments.__getitem__)
 
 
-def memory(work: Workload, choice: Choice, scale: float = 1.0, most_bytes: float = math.inf) -> Memory:
+def memory(
+    work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_bytes: float = math.inf
+) -> Memory:
     """Predicts the memory of a choice.
 
     Args:
       work: the model and its state.
       choice: mesh, rows and remat.
+      chip: what it runs on.
       scale: correction of everything but the state, learned from compiles of this model.
       most_bytes: HBM of a device that a plan may use. If the usual schedule does not fit, XLA's scheduler stops hiding
         collectives and holds less at once: that schedule is predicted then.
     """
-    usual = _usual(work, choice, scale)
+    layers = [layer_results(work, stack, choice) for stack in work.stacks]
+    usual = _usual(work, choice, chip, layers, scale)
     if usual.peak <= most_bytes:
         return usual
-    layer, loss = _layer_bytes(work, choice, _LEAN), _loss_bytes(work, choice, _LEAN)
+    layer, loss = _layer_bytes(work, choice, layers, _LEAN), _loss_bytes(work, choice, chip, _LEAN)
     return dataclasses.replace(usual, layer=layer, loss=loss, lean=True)
 
 
-def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
+def host_bytes(work: Workload, choice: Choice) -> float:
+    """Saved activations in the host's memory, of one device."""
+    layers = [layer_results(work, stack, choice) for stack in work.stacks]
+    return sum(_in_all_layers(layer.stack, choice) * saved_bytes(work, layer, choice)[1] for layer in layers)
+
+
+def _in_all_layers(stack: Stack, choice: Choice) -> float:
+    """How often a device holds what one layer saves."""
+    return stack.layers / choice.mesh["stage"] * _in_flight(choice)
+
+
+def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults], scale: float) -> Memory:
     mesh, size = choice.mesh, work.compute_bytes
-    parameters, trained = work.params.on_device(mesh), work.trained.on_device(mesh)
+    parameters, trained = work.params.in_memory(mesh, chip), work.trained.in_memory(mesh, chip)
     saved = host = weights = pipeline = 0.0
-    for stack in work.stacks:
-        device, away = saved_bytes(work, stack, choice)
-        layers = stack.layers / mesh["stage"] * _in_flight(choice)
-        saved, host = saved + layers * device, host + layers * away
+    for results in layers:
+        device, away = saved_bytes(work, results, choice)
+        stack, times = results.stack, _in_all_layers(results.stack, choice)
+        saved, host = saved + times * device, host + times * away
         weights = max(weights, _gathered_bytes(work, stack, choice))
         pipeline = max(pipeline, _pipeline_bytes(work, stack, choice))
     embedded = _EMBEDDED * work.config.embedded_dim * size / mesh["tensor"]
@@ -164,18 +181,18 @@ def _usual(work: Workload, choice: Choice, scale: float) -> Memory:
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
     return Memory(
         parameters=parameters,
-        optimizer=work.state[choice.state_dtype].on_device(mesh),
+        optimizer=work.state[choice.state_dtype].in_memory(mesh, chip),
         average=trained if work.ema else 0.0,
         batch=choice.rows * choice.accumulation * (work.length * 5 + encoder * 3) * 4.0,
         gradients=trained * (2 if summed else 1),
         summed=trained if summed else 0.0,
-        casts=work.relaid.on_device(mesh) + (work.casts.on_device(mesh) / 4 * size if size < 4 else 0.0),
+        casts=work.relaid.in_memory(mesh, chip) + (work.casts.in_memory(mesh, chip) / 4 * size if size < 4 else 0.0),
         saved=saved,
-        layer=_layer_bytes(work, choice, _USUAL),
+        layer=_layer_bytes(work, choice, layers, _USUAL),
         weights=weights,
-        loss=_loss_bytes(work, choice, _USUAL),
+        loss=_loss_bytes(work, choice, chip, _USUAL),
         pipeline=pipeline,
-        held=work.held.on_device(mesh),
+        held=work.held.in_memory(mesh, chip),
         host=host,
         scale=scale,
     )
@@ -216,9 +233,9 @@ _HIDDEN = tuple(
 )
 
 
-def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, float]:
+def saved_bytes(work: Workload, results: LayerResults, choice: Choice) -> tuple[float, float]:
     """What one layer saves for its backward pass: bytes on the device and in the host's memory."""
-    named, residual, hidden = _results(work, stack, choice)
+    stack, named, residual, hidden = results
     remat, carried = choice.remat, work.config.streams * residual
     if remat.kind is Remat.FULL:
         return carried, 0.0
@@ -230,7 +247,7 @@ def saved_bytes(work: Workload, stack: Stack, choice: Choice) -> tuple[float, fl
         streams = _NONE_STREAMS * carried if work.config.streams > 1 else 0.0
         return _NONE_RESIDUAL * residual + streams + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
     # Arrays [.., heads, head_dim] are stored in tiles of 128 lanes: smaller heads are padded.
-    padding = -(-work.config.head_size // _LANES) * _LANES / work.config.head_size
+    padding = -(-work.config.head_size // LANES) * LANES / work.config.head_size
     by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
     padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
     padded = {name: named[name] * padding for name in (*projections.QKV, projections.ATTENDED)}
@@ -251,8 +268,29 @@ def _kept_names(remat: RematPolicy) -> tuple[str, ...]:
     return projections.NEEDED
 
 
-def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, float], float, float]:
-    """Bytes of one layer's results: by name, of the residual stream, and of the hidden units."""
+# Results of an attention: name -> logical axes.
+_ATTENTION_AXES = {item.result: item.out_axes for item in projections.ATTENTION if item.result}
+_ATTENTION_AXES[projections.ATTENDED] = projections.QUERY.out_axes
+
+
+class LayerResults(NamedTuple):
+    """Bytes of one layer's results on one device.
+
+    Attributes:
+      stack: of the layer.
+      named: by their names in Plan.remat_names.
+      residual: of the residual stream.
+      hidden: of the hidden units.
+    """
+
+    stack: Stack
+    named: Mapping[str, float]
+    residual: float
+    hidden: float
+
+
+def layer_results(work: Workload, stack: Stack, choice: Choice) -> LayerResults:
+    """What one layer computes."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     n = device_tokens(work, stack, choice)
     tensor = mesh["tensor"]
@@ -260,14 +298,14 @@ def _results(work: Workload, stack: Stack, choice: Choice) -> tuple[dict[str, fl
     heads = n * c.num_heads * c.head_size * size / tensor
     kv = n * c.kv_heads * c.head_size * size / tensor
     attentions = len(stack.attentions)
-    sizes = {"heads": heads, "kv_heads": kv, "head_dim": 1, "embed": residual}
-    named = {item.result: projections.product(item.out_axes, sizes) for item in projections.ATTENTION if item.result}
-    named = {name: amount * attentions for name, amount in (named | {projections.ATTENDED: heads}).items()}
+    sizes = {("heads", "head_dim"): heads, ("kv_heads", "head_dim"): kv, ("embed",): residual}
+    named = {name: sizes[axes] * attentions for name, axes in _ATTENTION_AXES.items()}
     routed = _expert_rows(work, stack, choice)
     hidden = (n if c.moe is None else routed) * work.expert_dim * size / tensor
     kind = "mlp" if c.moe is None else "expert"
     named |= {f"{kind}_up": hidden} | ({f"{kind}_gate": hidden} if c.activation.gated else {})
-    return named | ({} if c.moe is None else {"expert_down": routed * c.embed_dim * size}), residual, hidden
+    named |= {} if c.moe is None else {"expert_down": routed * c.embed_dim * size}
+    return LayerResults(stack, named, residual, hidden)
 
 
 def _scores_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
@@ -288,13 +326,13 @@ def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
 
 
-def _layer_bytes(work: Workload, choice: Choice, order: _Order) -> float:
+def _layer_bytes(work: Workload, choice: Choice, layers: list[LayerResults], order: _Order) -> float:
     # A stage processes one part of the rows at a time.
-    return max(_stack_layer_bytes(work, stack, choice, order) for stack in work.stacks) / choice.pipeline_microbatches
+    return max(_stack_layer_bytes(work, results, choice, order) for results in layers) / choice.pipeline_microbatches
 
 
-def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Order) -> float:
-    named, residual, hidden = _results(work, stack, choice)
+def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, order: _Order) -> float:
+    stack, named, residual, hidden = results
     heads = named["query"] + named["key"] + named["value"] + named["attention"]
     moe = named.get("expert_down", 0.0)
     share = 1.0 if work.config.activation.gated else 2 / 3
@@ -304,7 +342,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     if work.config.moe is not None:
         moe, most = 2 * moe, order.expert_hidden
         if choice.mesh["expert"] > 1:  # rows sent to the experts' devices and back are held until the layer is done
-            padded = -(-choice.rows // _SUBLANES) * _SUBLANES / choice.rows if choice.rows > _SUBLANES else 1.0
+            padded = -(-choice.rows // SUBLANES) * SUBLANES / choice.rows if choice.rows > SUBLANES else 1.0
             exchanged, most = _EXCHANGED_EXPERTS
             hidden, moe = hidden * padded, exchanged / 2 * moe * padded
         most += _ADAPTED_HIDDEN * stack.adapted_experts
@@ -313,7 +351,7 @@ def _stack_layer_bytes(work: Workload, stack: Stack, choice: Choice, order: _Ord
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
     streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
-    in_transit = _IN_TRANSIT * saved_bytes(work, stack, choice)[1]
+    in_transit = _IN_TRANSIT * saved_bytes(work, results, choice)[1]
     return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + streams + shared + moe + in_transit
 
 
@@ -335,17 +373,17 @@ def _pipeline_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
     return 2 * rows + (gradients if work.config.lora is None else work.trained.on_device(choice.mesh))
 
 
-def _loss_bytes(work: Workload, choice: Choice, order: _Order) -> float:
+def _loss_bytes(work: Workload, choice: Choice, chip: Chip, order: _Order) -> float:
     """The loss's memory, following kernels/cross_entropy."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     n = choice.rows * work.length / mesh["context"] / mesh["stage"]
     V, D = c.vocab_size / mesh["tensor"], c.embed_dim
     block = min(LOGITS_BYTES, n * V * 4 / FEWEST_BLOCKS)
     shards = math.prod(mesh[axis] for axis in work.rules.embed)
-    if work.model.trains_head and by_vocabulary_on("tpu", V, D):
+    if work.model.trains_head and by_vocabulary_on(chip.platform, V, D):
         shards = shards if D % shards == 0 else 1  # else the head is whole on each device
-        padded = math.ceil(D / shards / _SUBLANES) * _SUBLANES * shards
-        part = 4 * max(n, D) * min(V, by_vocabulary.part_ids(math.ceil(n), D))
+        padded = math.ceil(D / shards / SUBLANES) * SUBLANES * shards
+        part = 4 * max(n, D) * min(V, by_vocabulary.part_ids(math.ceil(n), D, chip.device_kinds[0]))
         return V * padded * size + V * D * 4 / shards + _PARTS * part + n * D * (2 * size + 4)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0

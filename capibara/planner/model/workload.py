@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -20,6 +21,8 @@ from capibara.models import api
 from capibara.models.api import EncoderConfig, EncoderDecoderConfig, Model, TransformerConfig
 from capibara.objectives.loss import Loss, ResidentArrays
 from capibara.optim import OptimizerConfig, StateDtype
+from capibara.planner.hardware import tiling
+from capibara.planner.hardware.chips import Chip
 from capibara.sharding import Plan, Rules
 
 # Components of quantized weights: dequantized where they are used, never all at once.
@@ -93,36 +96,68 @@ class Leaf:
         return math.prod(self.shape)
 
 
+class Part(NamedTuple):
+    """An amount that some mesh axes divide.
+
+    Attributes:
+      amount: of all devices.
+      axes: the mesh axes.
+      dims: of bytes, the arrays' dimensions, each with the mesh axes that divide it.
+    """
+
+    amount: float
+    axes: tuple[str, ...]
+    dims: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharded:
     """An amount, by the mesh axes that divide it.
 
     Attributes:
-      parts: pairs of an amount and the mesh axes that divide it.
+      parts: what it is the sum of.
     """
 
-    parts: tuple[tuple[float, tuple[str, ...]], ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def __add__(self, other: Sharded) -> Sharded:
         return Sharded(self.parts + other.parts)
 
     def scaled_to(self, total: float) -> Sharded:
         """The same division of another total."""
-        return Sharded(tuple((amount * total / self.total(), axes) for amount, axes in self.parts))
+        return Sharded(tuple(part._replace(amount=part.amount * total / self.total()) for part in self.parts))
 
     def total(self) -> float:
-        return sum(amount for amount, _ in self.parts)
+        return sum(part.amount for part in self.parts)
 
     def on_device(self, mesh: Mapping[str, int], without: Iterable[str] = ()) -> float:
         """The share of one device of a mesh (axis -> size); axes in `without` do not divide it."""
         total = 0.0
-        for amount, axes in self.parts:  # plain loops: a search calls this hundreds of thousands of times
+        for part in self.parts:  # plain loops: a search calls this hundreds of thousands of times
             shards = 1
-            for axis in axes:
+            for axis in part.axes:
                 if axis not in without:
                     shards *= mesh[axis]
-            total += amount / shards
+            total += part.amount / shards
         return total
+
+    def in_memory(self, mesh: Mapping[str, int], chip: Chip) -> float:
+        """The bytes that `on_device` takes there, which are more if a TPU pads the arrays to whole tiles."""
+        if not chip.is_tpu:
+            return self.on_device(mesh)
+        sizes = tuple(mesh.values())
+        if sizes not in self._tiled:
+            self._tiled[sizes] = sum(_tiled_bytes(part, mesh) for part in self.parts)
+        return self._tiled[sizes]
+
+    @functools.cached_property  # by sizes of mesh axes; a search asks for many rows and policies of each mesh
+    def _tiled(self) -> dict[tuple[int, ...], float]:
+        return {}
+
+
+def _tiled_bytes(part: Part, mesh: Mapping[str, int]) -> float:
+    shape = tuple(-(-size // math.prod(mesh[axis] for axis in axes)) for size, axes in part.dims)
+    return part.amount / math.prod(mesh[axis] for axis in part.axes) * tiling.padding(shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +361,7 @@ def _held(held: Iterable[ResidentArrays], rules: Rules) -> Sharded:
     total = Sharded()
     for item in held:
         if item.spread_as is None:
-            total += Sharded(((float(item.bytes), ()),))
+            total += Sharded((Part(float(item.bytes), ()),))
         else:
             total += _sharded(_leaves(*item.spread_as), rules, by_bytes=True).scaled_to(item.bytes)
     return total
@@ -362,11 +397,12 @@ class _Axes:
 
 
 def _sharded(leaves: Iterable[Leaf], rules: Rules, *, by_bytes: bool = False) -> Sharded:
-    sums: Counter[tuple[str, ...]] = Counter()
+    sums: Counter[tuple[tuple[str, ...], tuple[tuple[int, tuple[str, ...]], ...]]] = Counter()
     for leaf in leaves:
-        mesh_axes = sorted(axis for name in leaf.axes if name for axis in getattr(rules, name))
-        sums[tuple(mesh_axes)] += leaf.size * (leaf.itemsize if by_bytes else 1)
-    return Sharded(tuple((float(amount), axes) for axes, amount in sums.items()))
+        of_dims = [tuple(getattr(rules, name)) if name else () for name in leaf.axes]
+        dims = tuple(zip(leaf.shape, of_dims, strict=True)) if by_bytes else ()
+        sums[tuple(sorted(itertools.chain(*of_dims))), dims] += leaf.size * (leaf.itemsize if by_bytes else 1)
+    return Sharded(tuple(Part(float(amount), *key) for key, amount in sums.items()))
 
 
 def _constraints(leaves: Iterable[Leaf], rules: Rules) -> tuple[tuple[str, str, int, tuple[str, ...]], ...]:

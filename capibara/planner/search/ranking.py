@@ -26,15 +26,19 @@ from capibara.planner.model.workload import Workload
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 _PRODUCTS = (*projections.QKV, projections.ATTENDED, *(n for n in projections.NEEDED if n not in projections.QKV))
+_UP = "mlp_up"
 # Remat policies to consider, from the least to the most recomputation. The second one recomputes norms and activations
 # but no product: it saves half of what `none` saves. Those that offload are for TPUs alone: on a CPU JAX offloads nothing, and
-# for GPUs no compile has shown what is hidden.
+# for GPUs no compile has shown what is hidden. A byte of any product's result costs about the same FLOPs to make again: keys and
+# values are the smallest, and half of a gated MLP's hidden units is what PCIe can move beside a layer's compute.
 REMATS = (
     RematPolicy(Remat.NONE),
     RematPolicy(Remat.SAVE, _PRODUCTS),
     RematPolicy(Remat.MINIMAL),
     RematPolicy(Remat.SAVE, (*projections.QKV, projections.ATTENDED)),
     RematPolicy(Remat.SAVE, projections.QKV),
+    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV, projections.ATTENDED, _UP)),
+    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV[1:], projections.ATTENDED, _UP)),
     RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV, projections.ATTENDED)),
     RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV)),
     RematPolicy(Remat.FULL),
@@ -265,15 +269,14 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
     host_limit = slice_.device_host_bytes * _HOST_SHARE
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
-    known = (remat for remat in REMATS if slice_.chip.is_tpu or remat.kind is not Remat.OFFLOAD)
-    for dtype, remat in itertools.product(question.state_dtypes, question.remats or known):
+    for dtype, remat in itertools.product(question.state_dtypes, question.remats or _known(work, slice_)):
 
         @functools.cache  # most pairs are evaluated more than once
         def weighed(
             rows: int, accumulation: int, remat: RematPolicy = remat, dtype: StateDtype = dtype
         ) -> tuple[Choice, Memory]:
             choice = _choice(base, rows=rows, accumulation=accumulation, remat=remat, state_dtype=dtype)
-            return choice, memory.memory(work, choice, question.scale(choice), limit)
+            return choice, memory.memory(work, choice, slice_.chip, question.scale(choice), limit)
 
         def peak(rows: int, accumulation: int) -> float:
             predicted = weighed(rows, accumulation)[1]
@@ -282,6 +285,15 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
         for pair in _rows(peak, base.mesh["stage"], shards, question, limit):
             choice, predicted = weighed(*pair)
             yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit, host_limit)
+
+
+def _known(work: Workload, slice_: Slice) -> Iterator[RematPolicy]:
+    """The policies of REMATS that are known on the chip and name only results that the model has."""
+    layer = projections.of_layer(gated=work.config.activation.gated, experts=work.config.moe is not None)
+    results = {projections.LAYER_INPUT, projections.ATTENDED, *(item.result for item in layer)}
+    for remat in REMATS:
+        if remat.kind is not Remat.OFFLOAD or slice_.chip.is_tpu and results.issuperset(remat.names):
+            yield remat
 
 
 def _choice(base: Choice, *, rows: int, accumulation: int, remat: RematPolicy, state_dtype: StateDtype) -> Choice:

@@ -201,13 +201,11 @@ def test_a_tpu_takes_parts_of_all_but_a_small_vocabulary_of_wide_states(vocabula
         (2048, 8192, 1024),  # the width counts where it is the larger side
     ],
 )
-def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(monkeypatch, tokens, width, ids):
-    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5 lite")
-    assert by_vocabulary.part_ids(tokens, width) == ids
-    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v5p")  # 64 MiB hold neither
-    assert by_vocabulary.part_ids(tokens, width) == max(1024, 64 * 2**20 // 4 // max(tokens, width))
-    monkeypatch.setattr(sharding, "device_kind", lambda: "TPU v6 lite")
-    assert by_vocabulary.part_ids(tokens, width) == max(1024, 128 * 2**20 // 4 // max(tokens, width))
+def test_a_part_leaves_the_hidden_gradient_on_the_chip_if_both_fit(tokens, width, ids):
+    assert by_vocabulary.part_ids(tokens, width, "TPU v5 lite") == ids
+    # 64 MiB hold neither.
+    assert by_vocabulary.part_ids(tokens, width, "TPU v5p") == max(1024, 64 * 2**20 // 4 // max(tokens, width))
+    assert by_vocabulary.part_ids(tokens, width, "TPU v6 lite") == max(1024, 128 * 2**20 // 4 // max(tokens, width))
 
 
 @pytest.mark.parametrize(
@@ -221,10 +219,10 @@ def test_parts_divide_all_ids_where_one_nearly_fits(ids, most, size):
 def test_parts_are_for_all_tokens(monkeypatch):
     asked = []
     monkeypatch.setattr(dispatch, "by_vocabulary_on", lambda *_: True)
-    monkeypatch.setattr(by_vocabulary, "part_ids", lambda *sizes: asked.append(sizes) or V)
+    monkeypatch.setattr(by_vocabulary, "part_ids", lambda *of: asked.append(of) or V)
     hidden, head, targets, weights = case(jnp.bfloat16)
     jax.eval_shape(jax.grad(lambda hidden: dispatch.cross_entropy(hidden, head, targets, weights)[0]), hidden)
-    assert asked == [(24, D)]
+    assert asked == [(24, D, sharding.device_kind())]
 
 
 @pytest.mark.parametrize("soft_cap", [None, 3.0, 200.0])

@@ -110,7 +110,7 @@ def test_compute_is_the_sum_of_its_parts(config):
 def test_offloaded_activations_cross_pcie_twice():
     work = work_of()
     choice = choice_of(rows=8, remat="offload", fsdp=64)
-    host = memory.memory(work, choice).host
+    host = memory.memory(work, choice, V5E.chip).host
     assert host > 0 and cost.cost(work, choice, V5E).host_s == pytest.approx(2 * host / V5E.chip.pcie_bytes_per_s)
 
 

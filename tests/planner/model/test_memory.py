@@ -7,7 +7,7 @@ import math
 
 import jax
 import pytest
-from cases import DENSE, EXPERTS, PAIRS, choice_of, work_of
+from cases import DENSE, EXPERTS, PAIRS, V5E, choice_of, work_of
 
 from capibara import config as gin
 from capibara import sharding
@@ -17,7 +17,7 @@ from capibara.models import api
 from capibara.models.parts.moe import Moe
 from capibara.objectives.loss import ResidentArrays
 from capibara.optim import Adafactor, Optimizer, StateDtype
-from capibara.planner.hardware import slices
+from capibara.planner.hardware import chips, slices, tiling
 from capibara.planner.model import cost, memory, workload
 from capibara.planner.search import ranking
 from capibara.sharding import Plan
@@ -53,13 +53,14 @@ def test_the_state_has_the_bytes_that_its_shards_have(config, dtype, mesh):
     tx = optimizer.build(10, model.trained(model.axes))
     shardings = states.state_shardings(model, tx, emulated, plan.rules, ema=False)
     state = states.abstract_state(model, tx, shardings, ema=False)
-    real = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves((state.params, state.opt_state))
-    )
-    predicted = memory.memory(work, dataclasses.replace(choice_of(**mesh), state_dtype=dtype))
-    # Scales of 8-bit blocks that do not divide stay whole.
-    assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    shapes = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
+    choice = dataclasses.replace(choice_of(**mesh), state_dtype=dtype)
+    for chip, padding in ((chips.CPU, lambda shape: 1.0), (V5E.chip, tiling.padding)):
+        real = sum(math.prod(shape) * itemsize * padding(shape) for shape, itemsize in shapes)
+        predicted = memory.memory(work, choice, chip)
+        # Scales of 8-bit blocks that do not divide stay whole.
+        assert predicted.parameters + predicted.optimizer == pytest.approx(real, rel=0.02 if dtype == "int8" else 1e-4)
 
 
 def test_adafactor_is_counted_as_it_factors():
@@ -84,7 +85,7 @@ def test_the_loss_of_a_large_vocabulary_needs_what_the_compiler_says(rows, compi
     gemma = api.DecoderConfig(
         vocab_size=256_000, embed_dim=2304, num_layers=2, num_heads=8, mlp_dim=9216, logit_soft_cap=30.0
     )
-    found = memory.memory(work_of(gemma), choice_of(rows=rows, fsdp=64)).loss
+    found = memory.memory(work_of(gemma), choice_of(rows=rows, fsdp=64), V5E.chip).loss
     assert found == pytest.approx(compiled_gib * 2**30, rel=0.04)
 
 
@@ -99,10 +100,10 @@ def test_what_a_loss_holds_is_in_the_state_of_all_moments():
     ]
     none, many = work_of(), work_of(held=held)
     on_device = none.params.on_device(choice.mesh)
-    found = memory.memory(many, choice)
+    found = memory.memory(many, choice, V5E.chip)
     assert found.held == pytest.approx(on_device * 1.5 + 1000)
-    assert memory.memory(none, choice).held == 0
-    for moment, amount in memory.memory(none, choice).moments.items():
+    assert memory.memory(none, choice, V5E.chip).held == 0
+    for moment, amount in memory.memory(none, choice, V5E.chip).moments.items():
         assert found.moments[moment] == pytest.approx(amount + found.held)
     v5e = slices.parse("v5e-16")
     smaller, larger = (ranking.search(work, v5e)[0].memory for work in (many, none))
@@ -113,7 +114,7 @@ def test_a_frozen_base_has_no_gradients():
     plain, lora, qlora = (
         work_of(dataclasses.replace(QLORA, lora=of)) for of in (None, api.Lora(), api.Lora(base_dtype="nf4"))
     )
-    full, adapters, in_blocks = (memory.memory(work, choice_of(rows=8, fsdp=8)) for work in (plain, lora, qlora))
+    full, adapters, in_blocks = (memory.memory(work, choice_of(rows=8, fsdp=8), chips.CPU) for work in (plain, lora, qlora))
     assert adapters.gradients < 0.05 * full.gradients and adapters.optimizer < 0.05 * full.optimizer
     assert 1.0 < adapters.parameters / full.parameters < 1.06 and in_blocks.parameters < 0.4 * full.parameters
     assert in_blocks.peak < adapters.peak < full.peak
@@ -129,7 +130,7 @@ def test_adapters_of_experts_are_counted():
     of_experts = 8 * 3 * 8 * 8 * (1024 + 4096)
     of_routers = 8 * 8 * (1024 + 8)
     assert every.trained.total() - some.trained.total() == 4 * (of_experts + of_routers)
-    first, second = (memory.memory(work, choice_of(rows=8)) for work in (every, some))
+    first, second = (memory.memory(work, choice_of(rows=8), chips.CPU) for work in (every, some))
     assert first.parameters - second.parameters == first.gradients - second.gradients == 4 * (of_experts + of_routers)
     assert first.optimizer - second.optimizer == pytest.approx(2 * 4 * (of_experts + of_routers), rel=1e-3)
     rows = 8 * 2048 * 2 * 1.25
@@ -142,7 +143,7 @@ def test_what_a_frozen_base_is_stored_in_is_all_that_is_held_of_it():
     """No cast of the scales; of bfloat16 attention weights there is a copy in another layout."""
     dtypes = {name: api.Lora(targets=("all-linear",), base_dtype=name) for name in ("bfloat16", "int8", "int4", "nf4")}
     held = {name: work_of(dataclasses.replace(LARGE, lora=lora)) for name, lora in dtypes.items()}
-    of = {name: memory.memory(work, choice_of(rows=8, fsdp=8)) for name, work in held.items()}
+    of = {name: memory.memory(work, choice_of(rows=8, fsdp=8), V5E.chip) for name, work in held.items()}
     weights = 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096)
     # Factors lie whole where the weight's other dimension is not shared out, norms do everywhere.
     whole = held["nf4"].trained.on_device(choice_of(fsdp=8).mesh) + 17 * 1024 * 4
@@ -155,27 +156,27 @@ def test_what_a_frozen_base_is_stored_in_is_all_that_is_held_of_it():
 
 def test_more_recomputation_keeps_less_and_more_rows_need_more():
     work = work_of()
-    peaks = [memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)).peak for remat in ("none", "minimal", "full")]
+    peaks = [memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8), V5E.chip).peak for remat in ("none", "minimal", "full")]
     assert peaks == sorted(peaks, reverse=True)
-    assert memory.memory(work, choice_of(rows=16, fsdp=8)).peak > memory.memory(work, choice_of(rows=8, fsdp=8)).peak
+    assert memory.memory(work, choice_of(rows=16, fsdp=8), V5E.chip).peak > memory.memory(work, choice_of(rows=8, fsdp=8), V5E.chip).peak
 
 
 def test_offloaded_results_are_in_the_hosts_memory():
     work = work_of()
-    kept, away = (memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8)) for remat in ("save", "offload"))
+    kept, away = (memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8), V5E.chip) for remat in ("save", "offload"))
     assert kept.host == 0 < away.host == pytest.approx(kept.saved - away.saved)
 
 
 def test_offloaded_layer_inputs_leave_the_device():
     """All that remat full saves; what is on its way lies on the device for one layer."""
     work, names = work_of(), ("layer_input",)
-    full = memory.memory(work, choice_of(rows=8, remat="full", fsdp=8))
-    away, kept = (memory.memory(work, choice_of(8, remat, names=names, fsdp=8)) for remat in ("offload", "save"))
+    full = memory.memory(work, choice_of(rows=8, remat="full", fsdp=8), V5E.chip)
+    away, kept = (memory.memory(work, choice_of(8, remat, names=names, fsdp=8), V5E.chip) for remat in ("offload", "save"))
     inputs = 4 * 8 * 2048 * 512 * 2
     assert away.host == inputs == full.saved - away.saved
     assert away.layer - full.layer == pytest.approx(2.5 * inputs / 4)
     assert kept == full
-    with_queries = memory.memory(work, choice_of(8, "offload", names=(*names, "query"), fsdp=8))
+    with_queries = memory.memory(work, choice_of(8, "offload", names=(*names, "query"), fsdp=8), V5E.chip)
     # Heads of 64 features lie in tiles of 128 lanes.
     assert with_queries.host == 3 * inputs and with_queries.saved == away.saved
 
@@ -212,10 +213,13 @@ def test_scores_without_a_kernel_need_memory_and_others_do_not():
     work = work_of(PAIRS)
     assert [sum(a.scores for a in stack.attentions) for stack in work.stacks] == [1024**2, 2048**2]
     scores = 8 * 2048**2 * 4
-    kept = memory.saved_bytes(work, work.stacks[1], choice_of(remat="none"))[0]
-    twice = memory.saved_bytes(work, work.stacks[1], choice_of(rows=2, remat="none"))[0]
+
+    def saved(choice):
+        return memory.saved_bytes(work, memory.layer_results(work, work.stacks[1], choice), choice)[0]
+
+    kept, twice = saved(choice_of(remat="none")), saved(choice_of(rows=2, remat="none"))
     assert kept > 2 * scores and twice == pytest.approx(2 * kept)
-    assert memory.saved_bytes(work, work.stacks[1], choice_of(remat="full"))[0] < scores / 8
+    assert saved(choice_of(remat="full")) < scores / 8
     assert not any(a.scores for stack in work_of().stacks for a in stack.attentions)
 
 
@@ -223,14 +227,14 @@ def test_keeping_all_products_makes_none_again_in_half_of_the_memory():
     work = work_of(dataclasses.replace(DENSE, embed_dim=2048, mlp_dim=8192))
     none, products = (dataclasses.replace(choice_of(rows=8, fsdp=64), remat=remat) for remat in ranking.REMATS[:2])
     assert cost.recomputed(work, products) == pytest.approx((0.0, 0.0), abs=1e-12)
-    saved = [memory.memory(work, choice).saved for choice in (none, products)]
+    saved = [memory.memory(work, choice, V5E.chip).saved for choice in (none, products)]
     assert 0.3 < saved[1] / saved[0] < 0.6
 
 
 def memory_of(config=LARGE, rows=16, most_bytes=math.inf, **mesh):
     parts = 2 * mesh["stage"] if "stage" in mesh else 1
     choice = dataclasses.replace(choice_of(rows, "full", **mesh), pipeline_microbatches=parts)
-    return memory.memory(work_of(config), choice, most_bytes=most_bytes)
+    return memory.memory(work_of(config), choice, V5E.chip, most_bytes=most_bytes)
 
 
 def test_a_pipeline_holds_all_rows_twice_and_a_second_sum_of_gradients():
@@ -275,7 +279,7 @@ def test_adapters_need_what_the_tpu_compiler_said(name, base, rows, length, devi
     lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"', double]
     gin.parse([f"models/capibara_{name}.gin"], lora)
     work = workload.of_run(inspected_run.run_of_gin(length))
-    predicted = memory.memory(work, choice_of(rows=rows, remat="full", fsdp=devices))
+    predicted = memory.memory(work, choice_of(rows=rows, remat="full", fsdp=devices), V5E.chip)
     assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)
 
 
@@ -285,5 +289,5 @@ def test_adapters_of_experts_need_what_the_tpu_compiler_said(base, devices, comp
     lora = ["DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', f'Lora.base_dtype = "{base}"']
     gin.parse(["models/mixtral_8x7b.gin"], [*lora, f"Lora.double_quantization = {base == 'nf4'}"])
     work = workload.of_run(inspected_run.run_of_gin(4096))
-    predicted = memory.memory(work, choice_of(rows=1, remat="full", fsdp=devices))
+    predicted = memory.memory(work, choice_of(rows=1, remat="full", fsdp=devices), V5E.chip)
     assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)
