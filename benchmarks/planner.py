@@ -332,7 +332,9 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     print(f"{'':20}{'slice':>9}  {'mesh, rows, remat':44}{'predicted':>10}{'compiled':>10}{'error':>8}")
     for name in names:
         one = case(MEMORY[name])
-        predicted = model.memory(one.work, one.choice, one.slice_.chip, most_bytes=one.slice_.chip.device_usable_hbm_bytes)
+        predicted = model.memory(
+            one.work, one.choice, one.slice_.chip, most_bytes=one.slice_.chip.device_usable_hbm_bytes
+        )
         verdict = compiled(one, name, options.deadline)
         line = f"{name:20}{one.point.slice:>9}  {one.choice.describe():44}{predicted.peak / GIB:10.3f}"
         result = {"point": dataclasses.asdict(one.point), "predicted": dataclasses.asdict(predicted)}

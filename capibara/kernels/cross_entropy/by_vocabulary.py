@@ -257,11 +257,15 @@ def part_ids(N: int, D: int, device_kind: str) -> int:
     | v6e | 151,936, 4096, 4,096 | 45.2 | 38.1 | 39.3 | |
     | v6e | 262,144, 1152, 16,384 | 112 | 82.0 | 73.7 | 81.1 |
     """
+    most = _PART_BYTES_OF.get(device_kind, PART_BYTES) // (4 * max(N, D))
+    return on_chip_ids(N, D, device_kind) or max(most, _FEWEST)
+
+
+def on_chip_ids(N: int, D: int, device_kind: str) -> int:
+    """As `part_ids`, of parts that leave the gradient of the hidden states on the chip; 0: it goes through HBM for each part."""
     id_bytes = 4 * max(N, D)
     left = min(_ON_CHIP_PART_BYTES, _ON_CHIP_BYTES.get(device_kind, 0) - 4 * N * D)
-    if left >= max(_ON_CHIP_PART_BYTES // 2, _FEWEST_ON_CHIP * id_bytes):
-        return left // id_bytes
-    return max(_PART_BYTES_OF.get(device_kind, PART_BYTES) // id_bytes, _FEWEST)
+    return left // id_bytes if left >= max(_ON_CHIP_PART_BYTES // 2, _FEWEST_ON_CHIP * id_bytes) else 0
 
 
 def _part_size(ids: int, most: int) -> int:

@@ -116,7 +116,7 @@ def correction_from(work: Workload, ranked: Ranked, verdict: Verdict) -> float |
         return None
     # A plan that was rejected does not fit with the memory-saving schedule either.
     lean = ranked.memory.lean or verdict.outcome is Outcome.DOES_NOT_FIT
-    plain = memory.memory(work, ranked.choice, ranked.cost.slice_.chip, most_bytes=0 if lean else math.inf)
+    plain = memory.memory(work, ranked.choice, ranked.slice_.chip, most_bytes=0 if lean else math.inf)
     peak = float(verdict.compiled.peak_bytes or 0)
     if verdict.outcome is Outcome.DOES_NOT_FIT:  # the error may name only a part of the need
         peak = max(peak, _BEYOND * max(ranked.memory.peak, verdict.compiled.limit_bytes or 0))

@@ -55,10 +55,12 @@ class Layout:
     def gather_s(self, size: float, axes: Iterable[str]) -> float:
         """Seconds of an all-gather to `size` bytes on each device; a reduce-scatter of them takes as long."""
         axes = tuple(axes)
-        inside = math.prod(self.mesh[axis] // self.slices[axis] for axis in axes)
-        # If several slices share the array, each slice first gathers its own part.
-        seconds = size * (inside - 1) / inside / self.bandwidth(axes) if inside > 1 else 0.0
-        return seconds + self._dcn_s(size / inside, axes)
+        if axes not in self._known_gathers:
+            inside = math.prod(self.mesh[axis] // self.slices[axis] for axis in axes)
+            # If several slices share the array, each slice first gathers its own part.
+            seconds = (inside - 1) / inside / self.bandwidth(axes) if inside > 1 else 0.0
+            self._known_gathers[axes] = seconds + self._dcn_s(1 / inside, axes)
+        return size * self._known_gathers[axes]
 
     def reduce_s(self, size: float, axes: Iterable[str]) -> float:
         """Seconds of an all-reduce of `size` bytes on each device."""
@@ -113,7 +115,11 @@ class Layout:
         self._known_extents[axes] = extents
         return extents
 
-    @functools.cached_property  # by mesh axes; a search evaluates many plans on each layout
+    @functools.cached_property  # seconds of a byte by mesh axes; a search evaluates many plans on each layout
+    def _known_gathers(self) -> dict[tuple[str, ...], float]:
+        return {}
+
+    @functools.cached_property  # by mesh axes
     def _known_extents(self) -> dict[tuple[str, ...], list[Span]]:
         return {}
 

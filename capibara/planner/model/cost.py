@@ -9,12 +9,15 @@ although XLA starts most gathers early (`EXPOSED`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from capibara.core import projections
+from capibara.kernels.cross_entropy import by_vocabulary
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
 from capibara.planner.hardware import network
+from capibara.planner.hardware.chips import Chip
 from capibara.planner.hardware.network import Layout
 from capibara.planner.hardware.slices import Slice
 from capibara.planner.hardware.tiling import LANES
@@ -23,16 +26,16 @@ from capibara.planner.model.choice import Choice
 from capibara.planner.model.workload import Stack, Workload
 from capibara.sharding import Remat
 
-# The constants down to _ACTIVATIONS_EXPOSED were fitted together on 29 November 2026 (`benchmarks/time_model.py fit`) to eleven
+# The constants down to _ACTIVATIONS_EXPOSED were fitted together on 30 November 2026 (`benchmarks/time_model.py fit`) to eleven
 # published rows of MaxText on v5e and v6e and to the compiler's cycles of seven steps of small models (libtpu 0.0.42.1);
 # the other rows were not fitted. Shares of the peak FLOP/s that products reach; chips without a row have the share of the
 # most similar chip.
 _MATMUL = {
-    "v4": 0.70,
-    "v5e": 0.95,
-    "v5p": 0.70,
-    "v6e": 0.70,
-    "tpu7x": 0.70,
+    "v4": 0.69,
+    "v5e": 0.94,
+    "v5p": 0.69,
+    "v6e": 0.69,
+    "tpu7x": 0.69,
     "h100": 0.60,
     "h200": 0.60,
     "cpu": 0.70,
@@ -41,8 +44,8 @@ _ATTENTION = 0.5  # of the peak: attention kernels run the softmax on the vector
 # Element-wise work of a layer (norms, rotations, activations, sums, casts, copies between layouts), as passes of its
 # tokens over HBM at the listed bandwidth, with full remat: of the residual stream, and of queries, keys, values and
 # results in whole lanes; for each expert of a token those of gathers and sums; of float32 scores without a kernel (one step
-# of T5 1.1 large, fitted apart).
-_RESIDUAL_PASSES, _HEAD_PASSES, _EXPERT_PASSES, _SCORE_PASSES = 157.0, 7.5, 43.0, 22.0
+# of T5 1.1 large, fitted apart); of float32 logits by parts of the vocabulary.
+_RESIDUAL_PASSES, _HEAD_PASSES, _EXPERT_PASSES, _SCORE_PASSES, _LOGIT_PASSES = 124.0, 8.5, 45.0, 22.0, 2.6
 _ACTIVATIONS_EXPOSED = 0.5  # share of the time of activations' collectives that adds to the step
 # Assumed, neither measured nor published: tokens of the busiest group of experts over the mean, without a capacity.
 _IMBALANCE = 1.1
@@ -199,7 +202,7 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     collectives = tuple(_collectives(work, choice, layout))
     return Cost(
         compute_s=sum(part.seconds for part in compute(work, choice, slice_, flops)),
-        elementwise_s=elementwise_bytes(work, choice) / chip.device_hbm_bytes_per_s,
+        elementwise_s=elementwise_bytes(work, choice, chip) / chip.device_hbm_bytes_per_s,
         hbm_s=layers_bytes / bandwidth,
         host_s=2 * choice.accumulation * host / chip.device_pcie_bytes_per_s,
         update_s=update_bytes / bandwidth,
@@ -244,12 +247,21 @@ def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tupl
     full, share = slice_.chip.device_flops(), _MATMUL[slice_.chip.name]
     dense = flops.forward + flops.backward + flops.recompute - flops.experts
     parts = (
-        Compute("layers", dense, share, _weights_peak(work, slice_)),
+        Compute("layers", dense, share / _lanes_over_dims(work, slice_.chip), _weights_peak(work, slice_)),
         Compute("experts", imbalance(work, choice) * flops.experts, share, full),
         Compute("attention", flops.attention, _ATTENTION, full),
         Compute("head", flops.head, share, full),
     )
     return tuple(part for part in parts if part.flops)
+
+
+def _lanes_over_dims(work: Workload, chip: Chip) -> float:
+    """What products of a layer compute over what they need: those by heads of 96 fill 128 lanes, two heads of 64 share them."""
+    size, weights = work.config.head_size, work.layer_weights
+    if not chip.is_tpu or size <= LANES / 2:
+        return 1.0
+    by_heads = sum(weights[item.result] for item in projections.ATTENTION if item.result)
+    return 1.0 + by_heads / sum(weights.values()) * (-size % LANES) / size
 
 
 def _weights_peak(work: Workload, slice_: Slice) -> float:
@@ -306,7 +318,7 @@ def _by_vocabulary(work: Workload, choice: Choice) -> bool:
     return work.model.trains_head and by_vocabulary_on("tpu", ids, work.config.embed_dim)
 
 
-def elementwise_bytes(work: Workload, choice: Choice) -> float:
+def elementwise_bytes(work: Workload, choice: Choice, chip: Chip) -> float:
     """HBM bytes per device and step that take as long as the element-wise work of layers and loss."""
     c, mesh, size = work.config, choice.mesh, work.compute_bytes
     # Of the two units of the backward pass and one of each forward pass, full remat has four.
@@ -322,14 +334,26 @@ def elementwise_bytes(work: Workload, choice: Choice) -> float:
             _SCORE_PASSES * 4 * c.num_heads * sum(attention.scores for attention in stack.attentions) / stack.length
         )
         total += passes * tokens * stack.layers * (width * size + scores) / mesh["tensor"]
-    if _by_vocabulary(work, choice) or not work.model.trains_head:
-        return total
-    # Blocks of tokens: each reads and writes the head's float32 gradient, and its logits go through HBM five times.
+        # What a layer saves is written by one pass and read by the other.
+        saved = sum(memory.saved_bytes(work, memory.layer_results(work, stack, choice), choice))
+        total += 2 * saved * stack.layers / mesh["stage"] * choice.accumulation
+    return total + (_loss_elementwise_bytes(work, choice, chip) if work.model.trains_head else 0.0)
+
+
+def _loss_elementwise_bytes(work: Workload, choice: Choice, chip: Chip) -> float:
+    c, mesh = work.config, choice.mesh
     tokens = choice.rows * work.length / mesh["context"] / mesh["stage"]
     logits = tokens * c.vocab_size / mesh["tensor"] * 4
+    if _by_vocabulary(work, choice):
+        N, kind = math.ceil(tokens), chip.device_kinds[0]
+        # Each part adds to the float32 gradient of the hidden states, unless that stays on the chip.
+        parts = c.vocab_size / mesh["tensor"] / by_vocabulary.part_ids(N, c.embed_dim, kind)
+        added = 0.0 if by_vocabulary.on_chip_ids(N, c.embed_dim, kind) else max(1.0, parts) * 8 * tokens * c.embed_dim
+        return choice.accumulation * (_LOGIT_PASSES * logits + added)
+    # Blocks of tokens: each reads and writes the head's float32 gradient, and its logits go through HBM five times.
     blocks = max(1.0, logits / min(memory.LOGITS_BYTES, logits / memory.FEWEST_BLOCKS))
     gradient = 8.0 * c.vocab_size / mesh["tensor"] * c.embed_dim
-    return total + choice.accumulation * (blocks * gradient + 5 * logits) / HBM_REACHED
+    return choice.accumulation * (blocks * gradient + 5 * logits) / HBM_REACHED
 
 
 def _expert_flops(work: Workload, stack: Stack) -> float:
@@ -352,7 +376,7 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
         case Remat.FULL:
             # The last product of a layer is not recomputed: the backward pass does not read its result.
             return 1.0 - _last_share(work), 1.0
-    weights = _weights_by_name(work)
+    weights = work.layer_weights
     total = sum(weights.values())
     retained = sum(weights.get(name, 0.0) for name in remat.names)
     last = "mlp_down" if "mlp_down" in weights else "expert_down"
@@ -360,17 +384,8 @@ def recomputed(work: Workload, choice: Choice) -> tuple[float, float]:
     return max(0.0, again), 0.0 if "attention" in remat.names else 1.0
 
 
-def _weights_by_name(work: Workload) -> dict[str, float]:
-    """Weights of one layer by the name of their result; for experts those that a token uses."""
-    c = work.config
-    sizes = {"embed": c.embed_dim, "expert_embed": c.embed_dim, "mlp": work.expert_dim, "head_dim": c.head_size}
-    sizes |= {"heads": c.num_heads, "kv_heads": c.kv_heads, "experts": 1 if c.moe is None else c.moe.top_k}
-    result = projections.of_layer(gated=c.activation.gated, experts=c.moe is not None)
-    return {item.result: item.size(sizes) for item in result if item.result}
-
-
 def _last_share(work: Workload) -> float:
-    weights = _weights_by_name(work)
+    weights = work.layer_weights
     return weights.get("mlp_down", weights.get("expert_down", 0.0)) / sum(weights.values())
 
 

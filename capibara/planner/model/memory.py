@@ -16,7 +16,7 @@ import jax
 from capibara.core import projections
 from capibara.kernels.cross_entropy import by_vocabulary
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
-from capibara.models.api import paged
+from capibara.models.api import Head, paged
 from capibara.planner.hardware.chips import Chip
 from capibara.planner.hardware.tiling import LANES, SUBLANES
 from capibara.planner.model.choice import Choice
@@ -134,9 +134,7 @@ class Memory:
         return max(self.moments, key=self.moments.__getitem__)
 
 
-def memory(
-    work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_bytes: float = math.inf
-) -> Memory:
+def memory(work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_bytes: float = math.inf) -> Memory:
     """Predicts the memory of a choice.
 
     Args:
@@ -159,6 +157,14 @@ def host_bytes(work: Workload, choice: Choice) -> float:
     """Saved activations in the host's memory, of one device."""
     layers = [layer_results(work, stack, choice) for stack in work.stacks]
     return sum(_in_all_layers(layer.stack, choice) * saved_bytes(work, layer, choice)[1] for layer in layers)
+
+
+def _tied_head_padding(work: Workload, choice: Choice, chip: Chip) -> float:
+    """What the head's gradient takes beside its elements, if the embedding's is added to it: it is stored by rows then."""
+    if not (chip.is_tpu and work.model.trains_head and work.config.head is Head.TIED):
+        return 0.0
+    width = work.config.embed_dim // math.prod(choice.mesh[axis] for axis in work.rules.embed)
+    return work.config.vocab_size / choice.mesh["tensor"] * (-width % LANES) * 4
 
 
 def _in_all_layers(stack: Stack, choice: Choice) -> float:
@@ -184,7 +190,7 @@ def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults
         optimizer=work.state[choice.state_dtype].in_memory(mesh, chip),
         average=trained if work.ema else 0.0,
         batch=choice.rows * choice.accumulation * (work.length * 5 + encoder * 3) * 4.0,
-        gradients=trained * (2 if summed else 1),
+        gradients=trained * (2 if summed else 1) + _tied_head_padding(work, choice, chip),
         summed=trained if summed else 0.0,
         casts=work.relaid.in_memory(mesh, chip) + (work.casts.in_memory(mesh, chip) / 4 * size if size < 4 else 0.0),
         saved=saved,
@@ -246,12 +252,7 @@ def saved_bytes(work: Workload, results: LayerResults, choice: Choice) -> tuple[
         scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
         streams = _NONE_STREAMS * carried if work.config.streams > 1 else 0.0
         return _NONE_RESIDUAL * residual + streams + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
-    # Arrays [.., heads, head_dim] are stored in tiles of 128 lanes: smaller heads are padded.
-    padding = -(-work.config.head_size // LANES) * LANES / work.config.head_size
-    by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
-    padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
-    padded = {name: named[name] * padding for name in (*projections.QKV, projections.ATTENDED)}
-    retained = sum((named | padded).get(name, 0.0) for name in _kept_names(remat))
+    retained = sum(named.get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
         retained += residual  # the next norm reads the last product again
     if remat.kind is not Remat.OFFLOAD:
@@ -298,7 +299,11 @@ def layer_results(work: Workload, stack: Stack, choice: Choice) -> LayerResults:
     heads = n * c.num_heads * c.head_size * size / tensor
     kv = n * c.kv_heads * c.head_size * size / tensor
     attentions = len(stack.attentions)
-    sizes = {("heads", "head_dim"): heads, ("kv_heads", "head_dim"): kv, ("embed",): residual}
+    # Arrays [.., heads, head_dim] are stored in tiles of 128 lanes: smaller heads are padded.
+    padding = -(-c.head_size // LANES) * LANES / c.head_size
+    by_kernel = sum(not a.scores for a in stack.attentions) / attentions
+    padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
+    sizes = {("heads", "head_dim"): padding * heads, ("kv_heads", "head_dim"): padding * kv, ("embed",): residual}
     named = {name: sizes[axes] * attentions for name, axes in _ATTENTION_AXES.items()}
     routed = _expert_rows(work, stack, choice)
     hidden = (n if c.moe is None else routed) * work.expert_dim * size / tensor

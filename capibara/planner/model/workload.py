@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from capibara import optim
-from capibara.core import tree
+from capibara.core import projections, tree
 from capibara.core.types import Dataclass, PyTree, UserError
 from capibara.data.dataset import Dataset
 from capibara.models import api
@@ -254,6 +254,15 @@ class Workload:
         moe = self.config.moe
         share = 1.0 if moe is None else moe.top_k / moe.num_experts
         return sum(stack.weights.total() + share * stack.expert_weights.total() for stack in self.stacks)
+
+    @functools.cached_property
+    def layer_weights(self) -> dict[str, float]:
+        """Weights of one layer by the name of their result; for experts those that a token uses."""
+        c = self.config
+        sizes = {"embed": c.embed_dim, "expert_embed": c.embed_dim, "mlp": self.expert_dim, "head_dim": c.head_size}
+        sizes |= {"heads": c.num_heads, "kv_heads": c.kv_heads, "experts": 1 if c.moe is None else c.moe.top_k}
+        layer = projections.of_layer(gated=c.activation.gated, experts=c.moe is not None)
+        return {item.result: item.size(sizes) for item in layer if item.result}
 
     @property
     def expert_dim(self) -> int:

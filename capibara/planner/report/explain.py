@@ -88,7 +88,7 @@ def _step(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
     for part in costs.compute(work, best.choice, slice_, cost.flops):
         speed = f"{part.share:.1%} of {part.peak_flops / 1e12:.0f} TFLOP/s"
         yield f"    {part.name:<10}{part.seconds:10.4f}  = {part.flops / 1e12:.2f} TFLOP / ({speed})"
-    between, listed = costs.elementwise_bytes(work, best.choice), slice_.chip.device_hbm_bytes_per_s
+    between, listed = costs.elementwise_bytes(work, best.choice, slice_.chip), slice_.chip.device_hbm_bytes_per_s
     text = f"= {between / 1e9:.2f} GB / {listed / 1e9:.0f} GB/s: norms, rotations, activations, copies"
     yield f"  {'elementwise_s':<13}{cost.elementwise_s:9.4f}  {text}"
     layers, update = costs.hbm_bytes(work, best.choice)

@@ -289,7 +289,7 @@ def _parts(cost: Cost) -> dict[str, float]:
 
 def _uncorrected_peak(candidate: Ranked, work: Workload) -> float:
     """The predicted peak without corrections from compiles, which would turn it into the compiler's figure."""
-    return predict(work, candidate.choice, most_bytes=candidate.limit_bytes).peak
+    return predict(work, candidate.choice, candidate.slice_.chip, most_bytes=candidate.limit_bytes).peak
 
 
 def verdict_lines(verdict: Verdict, slice_: Slice) -> Iterable[str]:

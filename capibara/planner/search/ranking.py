@@ -67,16 +67,23 @@ class Ranked:
     """A choice with its predictions.
 
     Attributes:
-      choice, memory, cost: the choice and its predictions.
+      choice, memory: the choice and its predicted memory.
+      work, slice_: what was asked about.
       limit_bytes: HBM of a device that a plan may use.
       host_limit_bytes: the host's memory that activations of a device may use.
     """
 
     choice: Choice
     memory: Memory
-    cost: Cost
+    work: Workload = dataclasses.field(repr=False)
+    slice_: Slice
     limit_bytes: float
     host_limit_bytes: float = math.inf
+
+    @functools.cached_property  # half of a search's plans do not fit, and are ranked by what they miss
+    def cost(self) -> Cost:
+        """The predicted step."""
+        return cost.cost(self.work, self.choice, self.slice_)
 
     @property
     def fits(self) -> bool:
@@ -284,7 +291,7 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
 
         for pair in _rows(peak, base.mesh["stage"], shards, question, limit):
             choice, predicted = weighed(*pair)
-            yield Ranked(choice, predicted, cost.cost(work, choice, slice_), limit, host_limit)
+            yield Ranked(choice, predicted, work, slice_, limit, host_limit)
 
 
 def _known(work: Workload, slice_: Slice) -> Iterator[RematPolicy]:

@@ -73,6 +73,28 @@ def test_equal_arrays_of_one_source_are_counted_together():
     assert hbm_peak.Buffer(4 * KIB, 2, "f32[512]", "mlp, made again") in hbm_peak.at_peak(hlo.parse(text)).buffers
 
 
+def test_a_result_that_lies_in_an_operand_takes_no_memory_and_those_beside_it_do():
+    """As in a fusion that runs beside a collective: it passes the collective's buffers on, and has a result of its own."""
+    text = TEXT.replace(
+        '  %narrow = f32[256]{0} custom-call(%wide, %on_chip), custom_call_target="n"',
+        '  %both = (f32[512]{0}, f32[768]{0}) custom-call(%wide, %on_chip), custom_call_target="b", '
+        "output_to_operand_aliasing={{0}: (0, {})}\n"
+        "  %passed = f32[512]{0} get-tuple-element(%both), index=0\n"
+        "  %other = f32[768]{0} get-tuple-element(%both), index=1\n"
+        '  %narrow = f32[256]{0} custom-call(%passed, %other), custom_call_target="n"',
+    )
+    assert text != TEXT
+    # `wide` until `narrow`, by its second name, and the 3 KiB beside it.
+    assert hbm_peak.at_peak(hlo.parse(text)).bytes == (1 + 4 + 1 + 2 + 3 + 1) * KIB + 4
+    whole = text.replace("{{0}: (0, {})}", "{{0}: (0, {}), {1}: (1, {})}")  # the second lies in what stays on the chip
+    assert hbm_peak.at_peak(hlo.parse(whole)).bytes == (1 + 4 + 1 + 2 + 1) * KIB + 4
+
+
+def test_a_single_result_that_lies_in_an_operand():
+    text = TEXT.replace('custom_call_target="n"', 'custom_call_target="n", output_to_operand_aliasing={{}: (0, {})}')
+    assert hbm_peak.at_peak(hlo.parse(text)).bytes == (1 + 4 + 1 + 2) * KIB + 4  # `narrow` lies in `wide'
+
+
 def test_a_compiled_chain_needs_what_its_compiler_says():
     """Two products of 256 KiB each alive at once, on the CPU."""
     f = jax.jit(lambda x: jnp.sum(jnp.sin(x @ x) @ jnp.cos(x.T @ x)))

@@ -37,7 +37,7 @@ def compiler(scale, seen=None):
     """A compiler for which everything but the state takes `scale` times the prediction."""
 
     def prove(ranked):
-        peak = memory.memory(WORK, ranked.choice, scale).peak
+        peak = memory.memory(WORK, ranked.choice, V5E.chip, scale).peak
         if seen is not None:
             seen.append(ranked)
         fits = peak <= USABLE

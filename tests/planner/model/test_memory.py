@@ -114,7 +114,9 @@ def test_a_frozen_base_has_no_gradients():
     plain, lora, qlora = (
         work_of(dataclasses.replace(QLORA, lora=of)) for of in (None, api.Lora(), api.Lora(base_dtype="nf4"))
     )
-    full, adapters, in_blocks = (memory.memory(work, choice_of(rows=8, fsdp=8), chips.CPU) for work in (plain, lora, qlora))
+    full, adapters, in_blocks = (
+        memory.memory(work, choice_of(rows=8, fsdp=8), chips.CPU) for work in (plain, lora, qlora)
+    )
     assert adapters.gradients < 0.05 * full.gradients and adapters.optimizer < 0.05 * full.optimizer
     assert 1.0 < adapters.parameters / full.parameters < 1.06 and in_blocks.parameters < 0.4 * full.parameters
     assert in_blocks.peak < adapters.peak < full.peak
@@ -156,14 +158,22 @@ def test_what_a_frozen_base_is_stored_in_is_all_that_is_held_of_it():
 
 def test_more_recomputation_keeps_less_and_more_rows_need_more():
     work = work_of()
-    peaks = [memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8), V5E.chip).peak for remat in ("none", "minimal", "full")]
+    peaks = [
+        memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8), V5E.chip).peak
+        for remat in ("none", "minimal", "full")
+    ]
     assert peaks == sorted(peaks, reverse=True)
-    assert memory.memory(work, choice_of(rows=16, fsdp=8), V5E.chip).peak > memory.memory(work, choice_of(rows=8, fsdp=8), V5E.chip).peak
+    assert (
+        memory.memory(work, choice_of(rows=16, fsdp=8), V5E.chip).peak
+        > memory.memory(work, choice_of(rows=8, fsdp=8), V5E.chip).peak
+    )
 
 
 def test_offloaded_results_are_in_the_hosts_memory():
     work = work_of()
-    kept, away = (memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8), V5E.chip) for remat in ("save", "offload"))
+    kept, away = (
+        memory.memory(work, choice_of(rows=8, remat=remat, fsdp=8), V5E.chip) for remat in ("save", "offload")
+    )
     assert kept.host == 0 < away.host == pytest.approx(kept.saved - away.saved)
 
 
@@ -171,7 +181,9 @@ def test_offloaded_layer_inputs_leave_the_device():
     """All that remat full saves; what is on its way lies on the device for one layer."""
     work, names = work_of(), ("layer_input",)
     full = memory.memory(work, choice_of(rows=8, remat="full", fsdp=8), V5E.chip)
-    away, kept = (memory.memory(work, choice_of(8, remat, names=names, fsdp=8), V5E.chip) for remat in ("offload", "save"))
+    away, kept = (
+        memory.memory(work, choice_of(8, remat, names=names, fsdp=8), V5E.chip) for remat in ("offload", "save")
+    )
     inputs = 4 * 8 * 2048 * 512 * 2
     assert away.host == inputs == full.saved - away.saved
     assert away.layer - full.layer == pytest.approx(2.5 * inputs / 4)
