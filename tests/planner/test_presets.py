@@ -51,7 +51,9 @@ def test_a_plan_is_what_was_compiled(path):
     assert compiled["fits"] and compiled["peak_bytes"] <= compiled["limit_bytes"] and record["versions"]["libtpu"]
     _, slice_, work, choice = as_read(path, record)
     predicted = memory.memory(work, choice, slice_.chip, most_bytes=slice_.chip.device_usable_hbm_bytes)
-    assert predicted.peak == pytest.approx(compiled["peak_bytes"], rel=0.15)
+    # The records of Mixtral are of a step whose experts made three products, not two.
+    most = 1.15 if path.stem == "mixtral_8x7b" else 1.05
+    assert 0.98 <= predicted.peak / compiled["peak_bytes"] <= most
 
 
 @pytest.mark.parametrize("path", FINETUNING, ids=lambda path: f"{path.parent.name}-{path.stem}")

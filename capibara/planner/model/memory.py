@@ -34,8 +34,12 @@ _PARTS = 2.0  # parts of logits and derived arrays in kernels/cross_entropy/by_v
 _NONE_HIDDEN = 6.0  # [tokens, F] of gated MLPs; two thirds without a gate
 _NONE_RESIDUAL = 14.5  # [tokens, D]
 _NONE_NORMED = 6.0  # queries and keys
-# What a layer's backward pass holds at once: gradients of the hidden units and their operands, and so on.
-_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 4.0, 1.0, 2.0
+# What a layer's backward pass holds at once: gradients of the hidden units and their operands, and so on. Of the residual
+# stream the products that make gradients of weights read more, so that a frozen layer, and for want of evidence one of
+# experts, has fewer. Fitted on 30 November 2026 to the records in gin/slices and to Phi-3 mini (benchmarks/planner.py
+# memory --points=phi3-mini): worst 2% below, 4% above.
+_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL, _WORK_UNWEIGHTED = 4.0, 1.0, 4.5, 2.0
+_WORK_RETAINED = 0.5  # of saved hidden units: the rest is read where it is saved, this is copied out for the layer
 # Counted from the code of Gemma 3n; no compiled step has fitted these three yet (benchmarks/planner.py, gemma3n-e2b-*).
 _NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D] with several residual streams
 _EMBEDDED = 2.0  # embeddings kept for later layers, and their gradients
@@ -251,7 +255,10 @@ def saved_bytes(work: Workload, results: LayerResults, choice: Choice) -> tuple[
         normed = _NONE_NORMED * (named["query"] + named["key"]) if str(work.config.qk_norm) != "none" else 0.0
         scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
         streams = _NONE_STREAMS * carried if work.config.streams > 1 else 0.0
-        return _NONE_RESIDUAL * residual + streams + heads + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
+        # The result of attention is saved as the kernel stores it, and as the next product reads it where they differ.
+        twice = named["attention"] / _lane_padding(work, stack) if _lane_padding(work, stack) > 1 else 0.0
+        residuals = _NONE_RESIDUAL * residual + streams + heads + twice
+        return residuals + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
     retained = sum(named.get(name, 0.0) for name in _kept_names(remat))
     if remat.kind in (Remat.DOTS, Remat.MINIMAL) and str(work.config.norm_placement) != "pre":
         retained += residual  # the next norm reads the last product again
@@ -299,10 +306,7 @@ def layer_results(work: Workload, stack: Stack, choice: Choice) -> LayerResults:
     heads = n * c.num_heads * c.head_size * size / tensor
     kv = n * c.kv_heads * c.head_size * size / tensor
     attentions = len(stack.attentions)
-    # Arrays [.., heads, head_dim] are stored in tiles of 128 lanes: smaller heads are padded.
-    padding = -(-c.head_size // LANES) * LANES / c.head_size
-    by_kernel = sum(not a.scores for a in stack.attentions) / attentions
-    padding = 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
+    padding = _lane_padding(work, stack)
     sizes = {("heads", "head_dim"): padding * heads, ("kv_heads", "head_dim"): padding * kv, ("embed",): residual}
     named = {name: sizes[axes] * attentions for name, axes in _ATTENTION_AXES.items()}
     routed = _expert_rows(work, stack, choice)
@@ -311,6 +315,13 @@ def layer_results(work: Workload, stack: Stack, choice: Choice) -> LayerResults:
     named |= {f"{kind}_up": hidden} | ({f"{kind}_gate": hidden} if c.activation.gated else {})
     named |= {} if c.moe is None else {"expert_down": routed * c.embed_dim * size}
     return LayerResults(stack, named, residual, hidden)
+
+
+def _lane_padding(work: Workload, stack: Stack) -> float:
+    """What arrays [.., heads, head_dim] take over their elements: they are stored in tiles of 128 lanes."""
+    padding = -(-work.config.head_size // LANES) * LANES / work.config.head_size
+    by_kernel = sum(not a.scores for a in stack.attentions) / len(stack.attentions)
+    return 1 + (padding - 1) * by_kernel  # for the kernel's operands; XLA chooses other layouts otherwise
 
 
 def _scores_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
@@ -351,13 +362,23 @@ def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, or
             exchanged, most = _EXCHANGED_EXPERTS
             hidden, moe = hidden * padded, exchanged / 2 * moe * padded
         most += _ADAPTED_HIDDEN * stack.adapted_experts
-    again = most * share * hidden - sum(named.get(name, 0.0) for name in retained if name in _HIDDEN)
+    in_place = 1.0 if work.config.moe is not None else 1.0 - _WORK_RETAINED
+    again = most * share * hidden - in_place * sum(named.get(name, 0.0) for name in retained if name in _HIDDEN)
     gathered = order.gathered * residual * choice.mesh["tensor"] if choice.mesh["tensor"] > 1 else 0.0
     keys = (named["key"] + named["value"]) * choice.mesh["context"] if choice.mesh["context"] > 1 else 0.0
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
     streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
     in_transit = _IN_TRANSIT * saved_bytes(work, results, choice)[1]
-    return again + _WORK_HEADS * heads + _WORK_RESIDUAL * residual + streams + shared + moe + in_transit
+    weighted = work.config.moe is None and work.config.lora is None
+    passing = _WORK_HEADS * heads + (_WORK_RESIDUAL if weighted else _WORK_UNWEIGHTED) * residual
+    # XLA computes the attention of all layers of one loop body again at once; their hidden units one after the other.
+    return again + passing * _layers_at_once(work, choice) + streams + shared + moe + in_transit
+
+
+def _layers_at_once(work: Workload, choice: Choice) -> int:
+    """Layers of one loop body whose attention the backward pass makes again."""
+    made_again = choice.remat.kind is not Remat.NONE and "query" not in _kept_names(choice.remat)
+    return len(getattr(work.config, "layer_pattern", (None,))) if made_again else 1
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:

@@ -303,3 +303,48 @@ def test_adapters_of_experts_need_what_the_tpu_compiler_said(base, devices, comp
     work = workload.of_run(inspected_run.run_of_gin(4096))
     predicted = memory.memory(work, choice_of(rows=1, remat="full", fsdp=devices), V5E.chip)
     assert predicted.peak == pytest.approx(compiled_gib * 2**30, rel=0.03)
+
+
+def test_a_tied_heads_gradient_is_stored_by_rows_of_whole_lanes():
+    tied, apart = (dataclasses.replace(DENSE, vocab_size=50_000, embed_dim=576, num_heads=9, num_kv_heads=3, head=head)
+                   for head in ("tied", "separate"))  # fmt: skip
+    found = {}
+    for config in (tied, apart):
+        work = work_of(config)
+        for chip in (V5E.chip, chips.CPU):
+            trained = work.trained.in_memory(choice_of(fsdp=4).mesh, chip)
+            found[config.head, chip.name] = memory.memory(work, choice_of(fsdp=4), chip).gradients - trained
+    assert found["tied", "v5e"] == pytest.approx(50_000 * (256 - 144) * 4)
+    assert found["tied", "cpu"] == found["separate", "v5e"] == found["separate", "cpu"] == 0
+
+
+def test_layers_of_one_loop_body_make_their_attention_again_at_once():
+    pairs = dataclasses.replace(DENSE, window=256, layer_pattern=("local", "global"))
+    for remat, more in (("full", 1), ("minimal", 0), ("none", 0), ("save", 0)):
+        one, two = (memory.memory(work_of(config), choice_of(8, remat, fsdp=8), V5E.chip) for config in (DENSE, pairs))
+        tokens = 8 * 2048 * 2
+        attention = (
+            tokens * 2 * (8 + 4) * 128 + 4.5 * tokens * 512
+        )  # heads of 64 in whole lanes, and the residual stream
+        assert two.layer - one.layer == pytest.approx(more * attention), remat
+
+
+def test_the_loss_is_that_of_the_chip_not_of_this_machine(monkeypatch):
+    """A v5e's parts leave its hidden gradient on the chip where a v6e's are larger."""
+    monkeypatch.setattr(sharding, "device_kind", lambda: pytest.fail("asks this machine"))
+    work = work_of(dataclasses.replace(DENSE, vocab_size=100_000))
+    v5e, v6e = (memory.memory(work, choice_of(8), slices.parse(name).chip).loss for name in ("v5e-8", "v6e-8"))
+    assert v6e - v5e == pytest.approx(2 * (128 - 32) * 2**20)
+    assert memory.memory(work, choice_of(8), chips.H100).loss > v6e  # by blocks of tokens
+
+
+def test_without_recomputation_narrow_heads_are_saved_twice():
+    work = work_of()
+    none, full = (
+        memory.saved_bytes(work, memory.layer_results(work, work.stacks[0], choice), choice)[0]
+        for choice in (choice_of(8, "none"), choice_of(8, "full"))
+    )
+    tokens = 8 * 2048 * 2
+    assert full == tokens * 512
+    heads, hidden = tokens * 2 * (8 + 4) * 128, tokens * 1024
+    assert none == pytest.approx(14.5 * tokens * 512 + heads + tokens * 8 * 64 + 6 * hidden)
