@@ -51,8 +51,7 @@ def test_a_plan_is_what_was_compiled(path):
     assert compiled["fits"] and compiled["peak_bytes"] <= compiled["limit_bytes"] and record["versions"]["libtpu"]
     _, slice_, work, choice = as_read(path, record)
     predicted = memory.memory(work, choice, slice_.chip, most_bytes=slice_.chip.device_usable_hbm_bytes)
-    # The records of Mixtral are of a step whose experts made three products, not two.
-    most = 1.15 if path.stem == "mixtral_8x7b" else 1.05
+    most = 1.15 if path.stem == "mixtral_8x7b" else 1.05  # layers of experts are predicted up to 10% too high
     assert 0.98 <= predicted.peak / compiled["peak_bytes"] <= most
 
 

@@ -34,11 +34,15 @@ _PARTS = 2.0  # parts of logits and derived arrays in kernels/cross_entropy/by_v
 _NONE_HIDDEN = 6.0  # [tokens, F] of gated MLPs; two thirds without a gate
 _NONE_RESIDUAL = 14.5  # [tokens, D]
 _NONE_NORMED = 6.0  # queries and keys
-# What a layer's backward pass holds at once: gradients of the hidden units and their operands, and so on. Of the residual
-# stream the products that make gradients of weights read more, so that a frozen layer, and for want of evidence one of
-# experts, has fewer. Fitted on 30 November 2026 to the records in gin/slices and to Phi-3 mini (benchmarks/planner.py
-# memory --points=phi3-mini): worst 2% below, 4% above.
-_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL, _WORK_UNWEIGHTED = 4.0, 1.0, 4.5, 2.0
+# What a layer's backward pass holds at once: gradients of the hidden units and their operands, and so on. Fitted on 30
+# November 2026 to the dense records in gin/slices and the dense rows of benchmarks/tpu_compile.py (libtpu 0.0.50), and to
+# Phi-3 mini and Gemma 2 2B (0.0.42.1): of steps near what a chip holds 2% below to 3% above.
+_WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 3.0, 1.0, 7.25
+# Without gradients of weights fewer results wait for their products. What experts hold was fitted with the same share of
+# the residual stream.
+_FROZEN_HIDDEN, _UNWEIGHTED_RESIDUAL = 4.0, 2.0
+_AGAIN_RESIDUAL = 3.0  # of another layer of the loop body, whose attention is made again at the same time
+_MOST_AGAIN = {"v5e": 2}  # layers of a loop body at once; the compiler for a v6e takes all six of Gemma 3
 _WORK_RETAINED = 0.5  # of saved hidden units: the rest is read where it is saved, this is copied out for the layer
 # Counted from the code of Gemma 3n; no compiled step has fitted these three yet (benchmarks/planner.py, gemma3n-e2b-*).
 _NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D] with several residual streams
@@ -153,7 +157,7 @@ def memory(work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_
     usual = _usual(work, choice, chip, layers, scale)
     if usual.peak <= most_bytes:
         return usual
-    layer, loss = _layer_bytes(work, choice, layers, _LEAN), _loss_bytes(work, choice, chip, _LEAN)
+    layer, loss = _layer_bytes(work, choice, chip, layers, _LEAN), _loss_bytes(work, choice, chip, _LEAN)
     return dataclasses.replace(usual, layer=layer, loss=loss, lean=True)
 
 
@@ -198,7 +202,7 @@ def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults
         summed=trained if summed else 0.0,
         casts=work.relaid.in_memory(mesh, chip) + (work.casts.in_memory(mesh, chip) / 4 * size if size < 4 else 0.0),
         saved=saved,
-        layer=_layer_bytes(work, choice, layers, _USUAL),
+        layer=_layer_bytes(work, choice, chip, layers, _USUAL),
         weights=weights,
         loss=_loss_bytes(work, choice, chip, _USUAL),
         pipeline=pipeline,
@@ -342,19 +346,21 @@ def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
 
 
-def _layer_bytes(work: Workload, choice: Choice, layers: list[LayerResults], order: _Order) -> float:
+def _layer_bytes(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults], order: _Order) -> float:
     # A stage processes one part of the rows at a time.
-    return max(_stack_layer_bytes(work, results, choice, order) for results in layers) / choice.pipeline_microbatches
+    parts = choice.pipeline_microbatches
+    return max(_stack_layer_bytes(work, results, choice, chip, order) for results in layers) / parts
 
 
-def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, order: _Order) -> float:
+def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, chip: Chip, order: _Order) -> float:
     stack, named, residual, hidden = results
     heads = named["query"] + named["key"] + named["value"] + named["attention"]
     moe = named.get("expert_down", 0.0)
     share = 1.0 if work.config.activation.gated else 2 / 3
     # What was saved is not recomputed.
     retained = _kept_names(choice.remat)
-    most = _WORK_HIDDEN
+    weighted = work.config.moe is None and work.config.lora is None
+    most = _WORK_HIDDEN if weighted else _FROZEN_HIDDEN
     if work.config.moe is not None:
         moe, most = 2 * moe, order.expert_hidden
         if choice.mesh["expert"] > 1:  # rows sent to the experts' devices and back are held until the layer is done
@@ -369,16 +375,17 @@ def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, or
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
     streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
     in_transit = _IN_TRANSIT * saved_bytes(work, results, choice)[1]
-    weighted = work.config.moe is None and work.config.lora is None
-    passing = _WORK_HEADS * heads + (_WORK_RESIDUAL if weighted else _WORK_UNWEIGHTED) * residual
-    # XLA computes the attention of all layers of one loop body again at once; their hidden units one after the other.
-    return again + passing * _layers_at_once(work, choice) + streams + shared + moe + in_transit
+    again += _WORK_HEADS * heads + (_WORK_RESIDUAL if weighted else _UNWEIGHTED_RESIDUAL) * residual
+    # XLA computes the attention of several layers of one loop body again at once; their hidden units one after the other.
+    again += (_layers_at_once(work, choice, chip) - 1) * (_WORK_HEADS * heads + _AGAIN_RESIDUAL * residual)
+    return again + streams + shared + moe + in_transit
 
 
-def _layers_at_once(work: Workload, choice: Choice) -> int:
+def _layers_at_once(work: Workload, choice: Choice, chip: Chip) -> int:
     """Layers of one loop body whose attention the backward pass makes again."""
     made_again = choice.remat.kind is not Remat.NONE and "query" not in _kept_names(choice.remat)
-    return len(getattr(work.config, "layer_pattern", (None,))) if made_again else 1
+    layers = len(getattr(work.config, "layer_pattern", (None,))) if made_again else 1
+    return min(layers, _MOST_AGAIN.get(chip.name, layers))
 
 
 def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:

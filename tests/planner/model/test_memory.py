@@ -319,14 +319,15 @@ def test_a_tied_heads_gradient_is_stored_by_rows_of_whole_lanes():
 
 
 def test_layers_of_one_loop_body_make_their_attention_again_at_once():
-    pairs = dataclasses.replace(DENSE, window=256, layer_pattern=("local", "global"))
-    for remat, more in (("full", 1), ("minimal", 0), ("none", 0), ("save", 0)):
-        one, two = (memory.memory(work_of(config), choice_of(8, remat, fsdp=8), V5E.chip) for config in (DENSE, pairs))
-        tokens = 8 * 2048 * 2
-        attention = (
-            tokens * 2 * (8 + 4) * 128 + 4.5 * tokens * 512
-        )  # heads of 64 in whole lanes, and the residual stream
-        assert two.layer - one.layer == pytest.approx(more * attention), remat
+    """On a v5e two of them."""
+    six = dataclasses.replace(DENSE, num_layers=6)
+    local = dataclasses.replace(six, window=256, layer_pattern=("local",) * 5 + ("global",))
+    tokens = 8 * 2048 * 2
+    attention = tokens * 2 * (8 + 4) * 128 + 3 * tokens * 512  # heads of 64 in whole lanes, and the residual stream
+    for chip, again in ((V5E.chip, 1), (chips.V6E, 5)):
+        for remat, more in (("full", again), ("minimal", 0), ("none", 0), ("save", 0)):
+            one, all_ = (memory.memory(work_of(config), choice_of(8, remat, fsdp=8), chip) for config in (six, local))
+            assert all_.layer - one.layer == pytest.approx(more * attention), (chip.name, remat)
 
 
 def test_the_loss_is_that_of_the_chip_not_of_this_machine(monkeypatch):
