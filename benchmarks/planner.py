@@ -50,6 +50,7 @@ class Point:
       accumulation: micro-batches.
       bindings: more Gin statements.
       calibrate: whether the constants of the model were fitted on it.
+      compiled_gib: what libtpu 0.0.42.1 said on 30 November 2026; None: it was not asked since.
     """
 
     model: str
@@ -63,10 +64,13 @@ class Point:
     accumulation: int = 1
     bindings: tuple[str, ...] = ()
     calibrate: bool = False
+    compiled_gib: float | None = None
 
 
 _LORA = ("DecoderConfig.lora = @Lora()", 'Lora.targets = ("all-linear",)', 'Lora.base_dtype = "bfloat16"')
 _QLORA = (*_LORA[:2], 'Lora.base_dtype = "nf4"', "Lora.double_quantization = True")
+_NARROW = ("embed_dim = 512", "num_layers = 8", "num_heads = 8", "num_kv_heads = 8", "head_dim = 64", "mlp_dim = 2048")
+_NARROW = tuple(f"DecoderConfig.{line}" for line in (*_NARROW, "vocab_size = 32000", 'qk_norm = "none"'))
 _CAPACITY = ('Moe.dispatch = "capacity"', "Moe.capacity_factor = 1.25")
 MEMORY = {
     # Dense, fsdp.
@@ -143,6 +147,12 @@ MEMORY = {
     "mixtral-lora": Point("mixtral_8x7b", "v6e-16", {"fsdp": 16}, 1, length=4096, bindings=_LORA, calibrate=True),
     "mixtral-qlora": Point("mixtral_8x7b", "v6e-8", {"fsdp": 8}, 1, length=4096, bindings=_QLORA),
     "qwen3-30b-qlora": Point("qwen3_30b_a3b", "v6e-8", {"fsdp": 2, "expert": 4}, 2, bindings=(*_QLORA, *_CAPACITY)),
+    # Arrays that are padded, and several layers of one loop body.
+    "gemma2-2b": Point("gemma2_2b", "v5e-16", {"fsdp": 16}, 2, length=4096, calibrate=True, compiled_gib=4.962),
+    "phi3-mini": Point("phi3_mini", "v5e-16", {"fsdp": 16}, 4, calibrate=True, compiled_gib=6.958),
+    "narrow-none": Point(
+        "capibara_125m", "v5e-4", {"fsdp": 4}, 16, "none", bindings=_NARROW, calibrate=True, compiled_gib=12.855
+    ),
     # Results in the host's memory.
     "70b-inputs": Point("llama3_70b", "v6e-64", {"fsdp": 64}, 2, "offload", INPUTS, length=8192, calibrate=True),
     "8b-inputs-qkv": Point(

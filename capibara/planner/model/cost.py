@@ -115,6 +115,8 @@ class Cost:
       elementwise_s: what runs between them on the vector units; adds to compute_s.
       hbm_s: HBM traffic at its bandwidth.
       host_s: activations offloaded to the host's memory and back, over PCIe.
+      host_exposed_s: what of host_s adds to the step: the way there has the forward pass to hide behind, the way back the
+        backward pass.
       update_s: the optimizer's update, which is HBM traffic only.
       links_s: collectives that could overlap with compute, of which the share EXPOSED counts.
       blocking_s: the exposed share of collectives that cannot.
@@ -132,6 +134,7 @@ class Cost:
     elementwise_s: float
     hbm_s: float
     host_s: float
+    host_exposed_s: float
     update_s: float
     links_s: float
     blocking_s: float
@@ -146,9 +149,8 @@ class Cost:
 
     @property
     def step_s(self) -> float:
-        busy = (
-            max(self.compute_s + self.elementwise_s, self.hbm_s, self.host_s) + EXPOSED * self.links_s + self.blocking_s
-        )
+        busy = max(self.compute_s + self.elementwise_s, self.hbm_s) + self.host_exposed_s
+        busy += EXPOSED * self.links_s + self.blocking_s
         return busy / (1 - self.bubble) + self.update_s
 
     @property
@@ -197,14 +199,18 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     flops = step_flops(work, choice)
     chip = slice_.chip
     host = memory.host_bytes(work, choice) if choice.remat.kind is Remat.OFFLOAD else 0.0
+    host_s = 2 * choice.accumulation * host / chip.device_pcie_bytes_per_s
+    compute_s = sum(part.seconds for part in compute(work, choice, slice_, flops))
+    elementwise_s = elementwise_bytes(work, choice, chip) / chip.device_hbm_bytes_per_s
     layers_bytes, update_bytes = hbm_bytes(work, choice)
     bandwidth = chip.device_hbm_bytes_per_s * HBM_REACHED
     collectives = tuple(_collectives(work, choice, layout))
     return Cost(
-        compute_s=sum(part.seconds for part in compute(work, choice, slice_, flops)),
-        elementwise_s=elementwise_bytes(work, choice, chip) / chip.device_hbm_bytes_per_s,
+        compute_s=compute_s,
+        elementwise_s=elementwise_s,
         hbm_s=layers_bytes / bandwidth,
-        host_s=2 * choice.accumulation * host / chip.device_pcie_bytes_per_s,
+        host_s=host_s,
+        host_exposed_s=_host_exposed_s(host_s, forward_s(work, choice, slice_, flops), compute_s + elementwise_s),
         update_s=update_bytes / bandwidth,
         links_s=sum(c.seconds for c in collectives if c.overlaps),
         blocking_s=sum(c.exposed * c.seconds for c in collectives if not c.overlaps),
@@ -253,6 +259,22 @@ def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tupl
         Compute("head", flops.head, share, full),
     )
     return tuple(part for part in parts if part.flops)
+
+
+def forward_s(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> float:
+    """Seconds of the layers' forward pass: its share of compute and of the element-wise work between."""
+    seconds = {part.name: part.seconds for part in compute(work, choice, slice_, flops)}
+    products = seconds.get("layers", 0.0) + seconds.get("experts", 0.0)
+    attention = seconds.get("attention", 0.0) / (1 + _ATTENTION_BACKWARD + recomputed(work, choice)[1])
+    between = elementwise_bytes(work, choice, slice_.chip) - _loss_elementwise_bytes(work, choice, slice_.chip)
+    passes = 3 + (choice.remat.kind is not Remat.NONE)
+    of_products = flops.forward / (flops.forward + flops.backward + flops.recompute)
+    return of_products * products + attention + between / passes / slice_.chip.device_hbm_bytes_per_s
+
+
+def _host_exposed_s(host_s: float, forward_s: float, busy_s: float) -> float:
+    each = host_s / 2
+    return max(0.0, each - forward_s) + max(0.0, each - (busy_s - forward_s))
 
 
 def _lanes_over_dims(work: Workload, chip: Chip) -> float:
@@ -337,11 +359,13 @@ def elementwise_bytes(work: Workload, choice: Choice, chip: Chip) -> float:
         # What a layer saves is written by one pass and read by the other.
         saved = sum(memory.saved_bytes(work, memory.layer_results(work, stack, choice), choice))
         total += 2 * saved * stack.layers / mesh["stage"] * choice.accumulation
-    return total + (_loss_elementwise_bytes(work, choice, chip) if work.model.trains_head else 0.0)
+    return total + _loss_elementwise_bytes(work, choice, chip)
 
 
 def _loss_elementwise_bytes(work: Workload, choice: Choice, chip: Chip) -> float:
     c, mesh = work.config, choice.mesh
+    if not work.model.trains_head:
+        return 0.0
     tokens = choice.rows * work.length / mesh["context"] / mesh["stage"]
     logits = tokens * c.vocab_size / mesh["tensor"] * 4
     if _by_vocabulary(work, choice):

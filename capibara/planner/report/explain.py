@@ -83,7 +83,7 @@ def _flops(best: Ranked, work: Workload) -> Iterator[str]:
 def _step(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
     cost = best.cost
     exposed = f"{EXPOSED:g} x links"  # the share of overlappable traffic that published steps do not hide
-    yield f"step, s (predicted) = (max(compute + elementwise, HBM, host) + {exposed} + blocking) / (1 - bubble) + update"
+    yield f"step, s (predicted) = (max(compute + elementwise, HBM) + host exposed + {exposed} + blocking) / (1 - bubble) + update"
     yield f"  {'compute_s':<12}{cost.compute_s:10.4f}  the sum of"
     for part in costs.compute(work, best.choice, slice_, cost.flops):
         speed = f"{part.share:.1%} of {part.peak_flops / 1e12:.0f} TFLOP/s"
@@ -95,6 +95,7 @@ def _step(best: Ranked, work: Workload, slice_: Slice) -> Iterator[str]:
     speed = f"({HBM_REACHED:.0%} of {slice_.chip.device_hbm_bytes_per_s / 1e9:.0f} GB/s)"
     yield f"  {'hbm_s':<12}{cost.hbm_s:10.4f}  = {layers / 1e9:.2f} GB / {speed}"
     yield f"  {'host_s':<12}{cost.host_s:10.4f}  offloaded activations, out and back over PCIe"
+    yield f"  {'host_exposed_s':<14}{cost.host_exposed_s:8.4f}  what neither pass of the layers hides of it"
     for name, text in _STEP.items():
         yield f"  {name:<12}{getattr(cost, name):10.4f}  {text}"
     yield f"  {'update_s':<12}{cost.update_s:10.4f}  = {update / 1e9:.2f} GB / {speed}"

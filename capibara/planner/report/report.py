@@ -88,6 +88,7 @@ def as_json(ranked: Ranked, work: Workload, slice_: Slice, tokens: float | None,
             "elementwise_s": cost.elementwise_s,
             "hbm_s": cost.hbm_s,
             "host_s": cost.host_s,
+            "host_exposed_s": cost.host_exposed_s,
             "links_s": cost.links_s,
             "blocking_s": cost.blocking_s,
             "update_s": cost.update_s,
@@ -270,7 +271,6 @@ def reason_ranked_lower(candidate: Ranked, walk: VerifiedRanking, work: Workload
             compute: candidate.cost.compute_s + candidate.cost.elementwise_s,
             "more traffic to HBM": candidate.cost.hbm_s,
         }
-        by["more traffic over PCIe"] = candidate.cost.host_s
         why = max(by, key=by.__getitem__)
     return f"{slower:.1%} slower: {why}"
 
@@ -278,7 +278,8 @@ def reason_ranked_lower(candidate: Ranked, walk: VerifiedRanking, work: Workload
 def _parts(cost: Cost) -> dict[str, float]:
     """Seconds per token by cause; they add up to the plan's share of the step."""
     parts = {
-        "on chip": max(cost.compute_s + cost.elementwise_s, cost.hbm_s, cost.host_s),
+        "on chip": max(cost.compute_s + cost.elementwise_s, cost.hbm_s),
+        "more traffic over PCIe": cost.host_exposed_s,
         "more traffic over ICI": EXPOSED * cost.links_s,
         "ICI in the way of compute": cost.blocking_s,
         "a larger bubble": (cost.step_s - cost.update_s) * cost.bubble,

@@ -26,19 +26,19 @@ from capibara.planner.model.workload import Workload
 from capibara.sharding import MESH_AXES, Remat, RematPolicy
 
 _PRODUCTS = (*projections.QKV, projections.ATTENDED, *(n for n in projections.NEEDED if n not in projections.QKV))
-_UP = "mlp_up"
+_UP, _OUT = "mlp_up", "attention_out"
 # Remat policies to consider, from the least to the most recomputation. The second one recomputes norms and activations
 # but no product: it saves half of what `none` saves. Those that offload are for TPUs alone: on a CPU JAX offloads nothing, and
 # for GPUs no compile has shown what is hidden. A byte of any product's result costs about the same FLOPs to make again: keys and
-# values are the smallest, and half of a gated MLP's hidden units is what PCIe can move beside a layer's compute.
+# values are the smallest, and half of a gated MLP's hidden units is what PCIe can move beside the forward pass of wide layers.
 REMATS = (
     RematPolicy(Remat.NONE),
     RematPolicy(Remat.SAVE, _PRODUCTS),
     RematPolicy(Remat.MINIMAL),
     RematPolicy(Remat.SAVE, (*projections.QKV, projections.ATTENDED)),
     RematPolicy(Remat.SAVE, projections.QKV),
-    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV, projections.ATTENDED, _UP)),
     RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV[1:], projections.ATTENDED, _UP)),
+    RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV, projections.ATTENDED, _OUT)),
     RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV, projections.ATTENDED)),
     RematPolicy(Remat.OFFLOAD, (projections.LAYER_INPUT, *projections.QKV)),
     RematPolicy(Remat.FULL),
