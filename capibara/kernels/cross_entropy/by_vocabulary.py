@@ -98,7 +98,7 @@ def loss_and_gradients(
     """`by_tokens.loss_and_gradients`, for a head that has a gradient."""
     (V, D), S = head_VD.shape, layout.vocab_shards
     hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    size = _part_size(V // S, part_ids(*hidden_ND.shape, sharding.device_kind()))
+    size = _part_size(V // S, part_ids(len(hidden_ND), D, sharding.device_kind()))
     parts = _Parts(_gathered(head_VD, hidden_BTD.dtype, layout), layout.head_shards, D, size, softmax)
     tokens = _Tokens(hidden_ND, targets_BT.reshape(-1).astype(jnp.int32), weights_BT.reshape(-1))
     sums, log_z_N = _sums(_look(tokens, parts, terms), tokens, V, terms, softmax.ceiling)

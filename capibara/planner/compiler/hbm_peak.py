@@ -204,8 +204,8 @@ def _allocations(
         yield instruction.name, max(0, sum(a.hbm_bytes for a in arrays) - operands)
         return
     if aliased := _aliased(instruction):
-        apart = (pair for pair in enumerate(arrays) if pair[0] not in aliased)
-        yield from ((f"{instruction.name}#{index}", array.hbm_bytes) for index, array in apart)
+        new = (pair for pair in enumerate(arrays) if pair[0] not in aliased)
+        yield from ((f"{instruction.name}#{index}", array.hbm_bytes) for index, array in new)
         return
     in_place = sum(a.hbm_bytes for o in _shared(module, instruction) if o in computation for a in computation[o].arrays)
     if len(arrays) == 1 or in_place:

@@ -260,7 +260,8 @@ def saved_bytes(work: Workload, results: LayerResults, choice: Choice) -> tuple[
         scores = _NONE_SCORES * _scores_bytes(work, stack, choice)
         streams = _NONE_STREAMS * carried if work.config.streams > 1 else 0.0
         # The result of attention is saved as the kernel stores it, and as the next product reads it where they differ.
-        twice = named["attention"] / _lane_padding(work, stack) if _lane_padding(work, stack) > 1 else 0.0
+        padding = _lane_padding(work, stack)
+        twice = named["attention"] / padding if padding > 1 else 0.0
         residuals = _NONE_RESIDUAL * residual + streams + heads + twice
         return residuals + normed + _NONE_HIDDEN * share * hidden + scores, 0.0
     retained = sum(named.get(name, 0.0) for name in _kept_names(remat))
@@ -311,7 +312,8 @@ def layer_results(work: Workload, stack: Stack, choice: Choice) -> LayerResults:
     kv = n * c.kv_heads * c.head_size * size / tensor
     attentions = len(stack.attentions)
     padding = _lane_padding(work, stack)
-    sizes = {("heads", "head_dim"): padding * heads, ("kv_heads", "head_dim"): padding * kv, ("embed",): residual}
+    sizes: dict[projections.Axes, float] = {projections.QUERY.out_axes: padding * heads}
+    sizes |= {projections.KEY.out_axes: padding * kv, projections.OUT.out_axes: residual}
     named = {name: sizes[axes] * attentions for name, axes in _ATTENTION_AXES.items()}
     routed = _expert_rows(work, stack, choice)
     hidden = (n if c.moe is None else routed) * work.expert_dim * size / tensor

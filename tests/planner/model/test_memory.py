@@ -306,10 +306,10 @@ def test_adapters_of_experts_need_what_the_tpu_compiler_said(base, devices, comp
 
 
 def test_a_tied_heads_gradient_is_stored_by_rows_of_whole_lanes():
-    tied, apart = (dataclasses.replace(DENSE, vocab_size=50_000, embed_dim=576, num_heads=9, num_kv_heads=3, head=head)
+    tied, separate = (dataclasses.replace(DENSE, vocab_size=50_000, embed_dim=576, num_heads=9, num_kv_heads=3, head=head)
                    for head in ("tied", "separate"))  # fmt: skip
     found = {}
-    for config in (tied, apart):
+    for config in (tied, separate):
         work = work_of(config)
         for chip in (V5E.chip, chips.CPU):
             trained = work.trained.in_memory(choice_of(fsdp=4).mesh, chip)
