@@ -155,6 +155,16 @@ MEMORY = {
     ),
     # Results in the host's memory.
     "70b-inputs": Point("llama3_70b", "v6e-64", {"fsdp": 64}, 2, "offload", INPUTS, length=8192, calibrate=True),
+    "7b-hidden": Point(
+        "mistral_7b",
+        "v5e-16",
+        {"fsdp": 16},
+        1,
+        "offload",
+        (*INPUTS, *QKV, "attention", "mlp_up"),
+        4096,
+        compiled_gib=8.776,
+    ),  # fmt: skip
     "8b-inputs-qkv": Point(
         "llama3_8b", "v5e-64", {"fsdp": 64}, 2, "offload", (*INPUTS, *QKV), length=4096, calibrate=True
     ),
