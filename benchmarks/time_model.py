@@ -46,6 +46,9 @@ CYCLES = {
     "phi3-mini": (Point("phi3_mini", "v5e-16", {"fsdp": 16}, 4), 1.761),
     "gemma3-1b": (Point("gemma3_1b", "v6e-4", {"fsdp": 4}, 4, length=4096), 0.327),
     "capibara-1b-none": (Point("capibara_1b", "v5e-16", {"fsdp": 16}, 2, "none"), 0.231),
+    "llama3.2-1b-save": (Point("llama3.2_1b", "v5e-4", {"fsdp": 4}, 4, "save"), 0.552),
+    "mistral-7b-hidden": (planner.MEMORY["7b-hidden"], 1.466),
+    "narrow-none": (planner.MEMORY["narrow-none"], 0.203),
     "t5-large-minimal": (
         Point("t5_1_1_large", "v5e-16", {"fsdp": 16}, 8, "minimal", length=512, encoder_length=512), 0.396,
     ),
@@ -54,6 +57,9 @@ TEST = (
     "phi3-mini",
     "gemma3-1b",
     "capibara-1b-none",
+    "llama3.2-1b-save",
+    "mistral-7b-hidden",
+    "narrow-none",
 )  # compiled when the constants stood; T5's step gave its own constant, of scores
 
 

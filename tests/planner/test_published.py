@@ -46,9 +46,9 @@ def test_predictions_are_near_the_compilers_cycles_of_small_models(time_model):
     """Kernels and collectives left out; recorded, so that nothing is compiled here."""
     found = time_model.cycles(argparse.Namespace(points=None, compile=False))
     errors = {name: abs(result["error"]) for name, result in found.items()}
-    assert len(errors) >= 11 and statistics.median(errors.values()) < 0.03, errors
+    assert len(errors) >= 14 and statistics.median(errors.values()) < 0.03, errors
     assert max(errors[name] for name in errors if name not in time_model.TEST) < 0.07, errors
-    assert max(errors[name] for name in time_model.TEST) < 0.17, errors
+    assert max(errors[name] for name in time_model.TEST) < 0.24, errors
 
 
 def test_predicted_peaks_are_near_those_that_the_compiler_said(benchmark):
