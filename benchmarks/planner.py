@@ -153,6 +153,7 @@ MEMORY = {
     "narrow-none": Point(
         "capibara_125m", "v5e-4", {"fsdp": 4}, 16, "none", bindings=_NARROW, calibrate=True, compiled_gib=12.855
     ),
+    "smollm2-135m-data": Point("smollm2_135m", "v5e-4", {"data": 4}, 16, compiled_gib=3.874),
     "llama3.2-1b-save": Point("llama3.2_1b", "v5e-4", {"fsdp": 4}, 4, "save", compiled_gib=7.879),
     # Results in the host's memory.
     "70b-inputs": Point("llama3_70b", "v6e-64", {"fsdp": 64}, 2, "offload", INPUTS, length=8192, calibrate=True),

@@ -60,4 +60,4 @@ def test_predicted_peaks_are_near_those_that_the_compiler_said(benchmark):
             chip = case.slice_.chip
             predicted = memory.memory(case.work, case.choice, chip, most_bytes=chip.device_usable_hbm_bytes)
             errors[name] = predicted.peak / 2**30 / point.compiled_gib - 1
-    assert len(errors) >= 3 and -0.03 < min(errors.values()) and max(errors.values()) < 0.05, errors
+    assert len(errors) >= 6 and -0.03 < min(errors.values()) and max(errors.values()) < 0.06, errors
