@@ -153,6 +153,7 @@ from capibara.models.architectures.encdec import EncoderDecoderConfig as Encoder
 from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig
 from capibara.models.architectures.gemma4.config import Gemma4Config as Gemma4Config
+from capibara.models.architectures.zamba.config import ZambaConfig as ZambaConfig
 from capibara.models.head_patterns import read_streaming_heads as read_streaming_heads
 from capibara.models.layers.rope import Rope as Rope
 from capibara.models.mixers.gated_delta import GatedDelta as GatedDelta
@@ -161,6 +162,8 @@ from capibara.models.mixers.lightning import Lightning as Lightning
 from capibara.models.mixers.mamba import Mamba as Mamba
 from capibara.models.mixers.mamba2 import Mamba2 as Mamba2
 from capibara.models.mixers.rg_lru import RgLru as RgLru
+from capibara.models.mixers.rwkv import ChannelMix as ChannelMix
+from capibara.models.mixers.rwkv import Rwkv4 as Rwkv4
 from capibara.models.mixers.short_conv import ShortConv as ShortConv
 from capibara.models.mtp.config import Mtp as Mtp
 from capibara.models.parts.disentangled import Disentangled as Disentangled

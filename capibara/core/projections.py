@@ -195,6 +195,26 @@ SSM_STEP_DOWN = Projection(part="mixer", name="step_down", axes=("mlp", None))
 SSM_KEY, SSM_QUERY = (dataclasses.replace(SSM_STEP_DOWN, name=name, reads="step_down") for name in ("key", "query"))
 SSM_STEP_UP = Projection(part="mixer", name="step_up", axes=(None, "mlp"))
 SSM_OUT = CONV_OUT
+# Of RWKV-4: each reads another mixture of a token and the one before.
+RWKV_KEY, RWKV_VALUE, RWKV_GATE = (
+    Projection(part="mixer", name=name, axes=("embed", "mlp")) for name in ("key", "value", "receptance")
+)
+RWKV_OUT = CONV_OUT
+CHANNEL_GATE = Projection(part="mlp", name="receptance", axes=("embed", None))
+# What a layer of Zamba2 adds to the projections of a block that several layers share, and what reads the block's results. `up`
+# and `gate` have one product with the input.
+SHARED_ADAPTED = (QUERY, KEY, VALUE, UP, GATE)
+SHARED_INTO = {
+    of: Projection(
+        part="shared_input", name=f"{of.reads if of is GATE else of.name}_down", axes=("embed", None), adaptable=False
+    )
+    for of in SHARED_ADAPTED
+}
+SHARED_FROM = {
+    of: Projection(part="shared_input", name=f"{of.name}_up", axes=(None, *of.out_axes), adaptable=False)
+    for of in SHARED_ADAPTED
+}
+SHARED_RESULT = Projection(part="shared_input", name="projection", axes=("embed", None))
 
 ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
@@ -210,6 +230,7 @@ KIMI = (KIMI_DECAY_DOWN, KIMI_DECAY_UP, KIMI_GATE_DOWN, KIMI_GATE_UP)
 MAMBA_CONVOLVED = (MAMBA_VALUE, MAMBA_KEY, MAMBA_QUERY)
 MAMBA = (MAMBA_GATE, *MAMBA_CONVOLVED, MAMBA_STEP)
 LIGHTNING = (LIGHTNING_QUERY, LIGHTNING_KEY, LIGHTNING_VALUE)
+RWKV = (RWKV_KEY, RWKV_VALUE, RWKV_GATE)
 SSM_NORMED = (SSM_STEP_DOWN, SSM_KEY, SSM_QUERY)
 SSM = (SSM_GATE, SSM_VALUE, *SSM_NORMED, SSM_STEP_UP)
 POSITIONS = (POSITION_KEY, POSITION_QUERY)
@@ -230,6 +251,8 @@ ALL = (
     + MAMBA
     + LIGHTNING
     + SSM
+    + (*RWKV, CHANNEL_GATE)
+    + (*SHARED_INTO.values(), *SHARED_FROM.values(), SHARED_RESULT)
 )
 
 QUANTIZABLE = tuple(projection for projection in ALL if projection.quantizable)

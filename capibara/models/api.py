@@ -39,6 +39,8 @@ from capibara.models.architectures.registry import (
     model_of,
     module_of,
 )
+from capibara.models.architectures.zamba.config import ZambaConfig
+from capibara.models.architectures.zamba.model import Zamba
 from capibara.models.cache import paged, selection
 from capibara.models.cache.dense import Cache, PrefillInputs, put_rows
 from capibara.models.cache.paged import capacity
@@ -53,6 +55,7 @@ from capibara.models.mixers.mamba import Mamba
 from capibara.models.mixers.mamba2 import Mamba2
 from capibara.models.mixers.mixer import Mixer
 from capibara.models.mixers.rg_lru import RgLru
+from capibara.models.mixers.rwkv import ChannelMix, Rwkv4
 from capibara.models.mixers.short_conv import ShortConv
 from capibara.models.mtp import module as mtp
 from capibara.models.mtp.config import PREFIX as MTP
@@ -72,6 +75,7 @@ __all__ = [
     "Ahead",
     "BatchAdapters",
     "Cache",
+    "ChannelMix",
     "ComputeDtype",
     "BlockIndexer",
     "DecoderConfig",
@@ -107,12 +111,15 @@ __all__ = [
     "RgLru",
     "Rope",
     "RopeScaling",
+    "Rwkv4",
     "ShortConv",
     "StreamingHeads",
     "Submodel",
     "TableNorm",
     "Terms",
     "TransformerConfig",
+    "Zamba",
+    "ZambaConfig",
     "bounded",
     "build",
     "capacity",

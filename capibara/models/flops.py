@@ -44,7 +44,7 @@ def flops_per_token(
     outputs = 1 if config.head == "score" else config.vocab_size
     heads = 1 + len(config.mtp_windows)  # modules that predict further tokens read it, too
     weights = heads * outputs * width * _share(config, head)  # tied or not; the lookup is no matmul
-    of_encoder, repeats = 0.0, config.depth // config.num_layers
+    of_encoder = 0.0
     parts = zip(
         tree.path_names(params), jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=tree.is_axes), strict=True
     )
@@ -52,9 +52,10 @@ def flops_per_token(
         if name.startswith("encoder/") or name.endswith(("cross_attention/key", "cross_attention/value")):
             of_encoder += _weights_per_token(config, name, leaf, names)
         else:
-            weights += _weights_per_token(config, name, leaf, names) * (repeats if name.startswith("layers/") else 1)
+            weights += _weights_per_token(config, name, leaf, names) * config.passes(name)
     mixing = sum(kind.mixes for kind in config.kinds)
     recurrent = mixing * (config.mixer.flops_per_token(config) if config.mixer else 0)
+    recurrent += config.num_layers * (config.channel_mixer.flops_per_token(config) if config.channel_mixer else 0)
     keys, encoder_keys = _keys(config, length, encoder_length or 0)
     per_key = config.num_heads * (config.head_size + config.value_size)
     if isinstance(config, EncoderConfig) and config.disentangled is not None:

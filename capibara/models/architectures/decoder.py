@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import enum
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -38,11 +37,14 @@ from capibara.models.parts.config import (
     EmbeddingScale,
     FinalNorm,
     FirstNorm,
+    GrowthLayers,
     Head,
     HeadBias,
+    InputsAttention,
     NormPlacement,
     Positions,
     Residual,
+    WindowKind,
     check_branches,
 )
 from capibara.models.parts.head import Transform, TransformBias, Transformed, Transforming
@@ -55,34 +57,8 @@ from capibara.sharding import RematPolicy, constrain
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]
 
 
+_Entry = tuple[LayerKind, bool, bool, nnx.Module | None]
 _NEVER = -3e4  # logit of a token without a row of the output projection; finite in float16
-
-
-class InputsAttention(enum.StrEnum):
-    """Whether an example's inputs attend causally, or to each other in both directions.
-
-    The latter makes a prefix LM (Raffel et al. 2020, arXiv:1910.10683, section 3.2.1).
-    """
-
-    CAUSAL = "causal"
-    BIDIRECTIONAL = "bidirectional"
-
-
-class WindowKind(enum.StrEnum):
-    """What a query of a local layer sees: the last `window` positions, or the block of `window` positions that it is in.
-
-    Blocks start at the first token of each document (Llama 4).
-    """
-
-    SLIDING = "sliding"
-    BLOCK = "block"
-
-
-class GrowthLayers(enum.StrEnum):
-    """The layers whose queries grow: all (Ministral 3), or the unrotated ones, counting positions from 1 (Llama 4)."""
-
-    ALL = "all"
-    UNROTATED = "unrotated"
 
 
 @configurable
@@ -425,6 +401,8 @@ class DecoderBase(Transforming, nnx.Module):
             LayerKind.LOCAL: None if config.window is None else config.window + spare
         }
 
+        exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
+
         def empty(number: int, kind: LayerKind) -> dense.LayerCache:
             layer: dense.LayerCache = {}
             if heads := config.streaming_in(number):
@@ -435,8 +413,9 @@ class DecoderBase(Transforming, nnx.Module):
                 layer |= dense.empty_layer(config.attention_of(kind), batch, length, dtype, windows[kind])
             if kind.mixes:
                 assert config.mixer is not None, "the configuration checks it"
-                exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
                 layer |= config.mixer.empty_state(config, batch, exact)
+            if config.channel_mixer is not None:
+                layer |= config.channel_mixer.empty_state(config, batch, exact)
             return layer
 
         of_layers = tuple(empty(number, kind) for number, kind in enumerate(config.kinds))
@@ -563,10 +542,12 @@ class Decoder(DecoderBase, Predicting):
     Attributes:
       block: the class of its layers, built by `block(config, rngs)`.
       layerwise: whether `begin` and `layer` can run it layer by layer.
+      reads_embedding: whether layers read the token embeddings beside the stream.
     """
 
     block: ClassVar[type[Block]] = Block
     layerwise: ClassVar[bool] = True
+    reads_embedding: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: bool) -> None:
         super().__init_subclass__(**options)
@@ -595,22 +576,24 @@ class Decoder(DecoderBase, Predicting):
         drop = dropout.of_step(config.dropout_rate, step, batch["tokens"])
 
         def apply(
-            block: Block, x: jax.Array, rows: Rows, entry: tuple[LayerKind, bool, bool], number: jax.Array | int = 0
+            block: Block, x: jax.Array, rows: Rows, entry: _Entry, number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
-            kind, is_dense, is_bare = entry
-            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=number)
+            kind, is_dense, is_bare, block_of = entry
+            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=number, block=block_of)
             layer_inputs = layer_inputs if drop is None else layer_inputs._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, layer_inputs, kinds[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
+        rows = rows._replace(embedded=x) if self.reads_embedding else rows
         stats: stack.Stats = {}
+        blocks = self._shared_blocks()
         for start, stop in self._spans():
             x, stats = stack.run(
                 self.layers,
                 x,
                 rows,
                 apply,
-                [self._entry(layer) for layer in range(start, start + config.period)],
+                [(*self._entry(layer), blocks[layer % config.period]) for layer in range(start, start + config.period)],
                 config.layer_loop,
                 remat,
                 all_trained=config.lora is None,
@@ -628,6 +611,10 @@ class Decoder(DecoderBase, Predicting):
         pattern, moe = self.config.layer_pattern, self.config.moe
         is_dense = moe is not None and not moe.in_layer(layer)
         return pattern[layer % len(pattern)], is_dense, layer == 0 and self.config.first_norm is FirstNorm.NONE
+
+    def _shared_blocks(self) -> Sequence[nnx.Module | None]:
+        """For each layer of a period, the block beside the stack that it reads, too."""
+        return (None,) * self.config.period
 
     def _spans(self) -> list[tuple[int, int]]:
         """Start and end of the layers whose modules repeat."""
@@ -654,7 +641,9 @@ class Decoder(DecoderBase, Predicting):
             # Later tokens attend to the prefix causally.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
         rows, kinds, x = self._rows(whole, self._length(cache)), self._kinds(), self._embed(whole)
+        rows = rows._replace(embedded=x) if self.reads_embedding else rows
         of_layers: list[dense.LayerCache] = []
+        blocks = self._shared_blocks()
         shared = Shared(
             bias=self._bias(x.shape[1]) if is_prefill else None,
             bias_at=self._bias_at,
@@ -663,7 +652,8 @@ class Decoder(DecoderBase, Predicting):
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
             kind, is_dense, is_bare = self._entry(index)
-            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=index)
+            block_of = blocks[index % config.period]
+            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=index, block=block_of)
             x, layer = block.cached(x, cache["layers"][index], now, rows, layer_inputs, kinds[kind], kind)
             of_layers.append(layer)
         hidden = self._normed(x)

@@ -44,7 +44,7 @@ class Mamba2(Mixer):
       taps: tokens that the convolution of queries, keys and values sees, the current one included.
       bias: which parts have biases.
       least_step, most_step: a token's step, by which it writes and the state decays, is kept within these.
-      norm: where the results are normalised.
+      norm, norm_eps: where the results are normalised, and the epsilon of that; None: the model's.
       projection_multipliers: factors of the gate, values, keys, queries and steps (Falcon-H1).
     """
 
@@ -57,6 +57,7 @@ class Mamba2(Mixer):
     least_step: float = 0.0
     most_step: float = math.inf
     norm: GateNorm = GateNorm.AFTER
+    norm_eps: float | None = None
     projection_multipliers: tuple[float, ...] = (1.0,) * len(projections.MAMBA)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,8 @@ class Mamba2(Mixer):
         for factor in self.projection_multipliers:
             if not 0 < factor < math.inf:
                 raise UserError(f"Mamba2.projection_multipliers has {factor}, must be finite and above 0: try 1.0")
+        if self.norm_eps is not None and not self.norm_eps > 0:
+            raise UserError(f"Mamba2.norm_eps is {self.norm_eps}, must be above 0, or None: the model's")
         if not 0 <= self.least_step < self.most_step:
             raise UserError(
                 f"Mamba2.least_step ({self.least_step}) must be at least 0 and below most_step "
@@ -115,8 +118,9 @@ class _Mamba2(MixerLayer):
         self.time_bias = layers.param(rngs, (N,), ("norm",), inverse_of_steps)
         self.skip = layers.param(rngs, (N,), ("norm",), layers.ones)
         if config.norm is not GateNorm.NONE:
+            eps = sizes.norm_eps if config.norm_eps is None else config.norm_eps
             self.out_norm = layers.Norm(
-                (N, V), kind=layers.NormKind.RMS, eps=sizes.norm_eps, rngs=rngs, axes=projections.MAMBA_VALUE.out_axes
+                (N, V), kind=layers.NormKind.RMS, eps=eps, rngs=rngs, axes=projections.MAMBA_VALUE.out_axes
             )
         self.out = layers.projection(rngs, projections.MAMBA_OUT, (N, V, D), 0.5 / sizes.num_layers)
         if config.bias.of_projections:

@@ -49,6 +49,9 @@ class Sizes(Protocol):
     def num_layers(self) -> int: ...
 
     @property
+    def mlp_dim(self) -> int: ...
+
+    @property
     def norm_eps(self) -> float: ...
 
     @property
@@ -79,11 +82,14 @@ class Rows(NamedTuple):
         """The state of the layer with this of its recurrence; {} where none is wanted."""
         return state if self.state is None else state | {STATE: recurrent}
 
+    def are_real(self, length: int) -> jax.Array | None:
+        """[B, T], whether a token is real; None: all are."""
+        return None if self.counts is None else jnp.arange(length, dtype=jnp.int32) < self.counts[:, None]
+
     def real(self, x_BTx: jax.Array) -> jax.Array:
         """Replaces what is at tokens that are not real by 0."""
-        if self.counts is None:
+        if (real_BT := self.are_real(x_BTx.shape[1])) is None:
             return x_BTx
-        real_BT = jnp.arange(x_BTx.shape[1], dtype=jnp.int32) < self.counts[:, None]
         return jnp.where(real_BT.reshape(*real_BT.shape, *(1,) * (x_BTx.ndim - 2)), x_BTx, 0)
 
 

@@ -195,11 +195,38 @@ class FinalNorm(enum.StrEnum):
     NONE = "none"
 
 
+class InputsAttention(enum.StrEnum):
+    """Whether an example's inputs attend causally, or to each other in both directions.
+
+    The latter makes a prefix LM (Raffel et al. 2020, arXiv:1910.10683, section 3.2.1).
+    """
+
+    CAUSAL = "causal"
+    BIDIRECTIONAL = "bidirectional"
+
+
+class WindowKind(enum.StrEnum):
+    """What a query of a local layer sees: the last `window` positions, or the block of `window` positions that it is in.
+
+    Blocks start at the first token of each document (Llama 4).
+    """
+
+    SLIDING = "sliding"
+    BLOCK = "block"
+
+
+class GrowthLayers(enum.StrEnum):
+    """The layers whose queries grow: all (Ministral 3), or the unrotated ones, counting positions from 1 (Llama 4)."""
+
+    ALL = "all"
+    UNROTATED = "unrotated"
+
+
 GATES = "retrieval_gates"
 """The parameter [L, K] with the gates of streaming heads."""
 OF_DECODERS = (
-    "attention_gate", "embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent", "mixer",
-    "multipliers", "streaming",
+    "attention_gate", "channel_mixer", "embedding_multiplier", "embedding_norm", "head_bias", "inner_norm", "latent",
+    "mixer", "multipliers", "streaming",
 )  # fmt: skip
 _NOT_LATENT = (
     "bias",
@@ -247,18 +274,17 @@ class TransformerConfig(Layers):
       embedding_norm: whether the token embeddings are normalised.
       inner_norm: whether the inputs of the last projections of attention and of the MLP are normalised.
       head_bias: whether the output projection has a bias.
-      attention: back end of attention.
-      max_length: longest row; None: no limit. Learned positions need one.
+      attention, max_length: back end of attention; longest row, which learned positions need, or None: no limit.
       latent: multi-head latent attention, whose queries have head_dim; None: attention as the fields above have it.
-      mixer: what recurrent layers have in place of attention (ShortConv, GatedDelta, ...); None: there are none.
+      mixer, channel_mixer: what recurrent layers have in place of attention (ShortConv, GatedDelta, ...), and all layers in place
+        of an MLP (ChannelMix); None: there is none.
       streaming: key/value heads that see a document's first and last tokens alone; None: all see all.
       moe: a mixture of experts in place of every MLP; None: none.
       embedding_scale, head: factor of the token embeddings; kind of output projection.
       value_head: whether there is a value of each position beside the logits, of the same hidden states; for @Ppo().
       quantization: of the matmuls with weights, in training too.
       lora: adapters; only they are trained then. None: all parameters are trained.
-      dtype: compute dtype.
-      layer_loop: scan over layers, or unrolled.
+      dtype, layer_loop: compute dtype; scan over layers, or unrolled.
       dropout_rate: dropout rate in training, on embeddings, attention probabilities, branches and MLPs, as in T5X; 0:
         no dropout. A rate above 0 makes attention use the reference implementation.
     """
@@ -296,6 +322,7 @@ class TransformerConfig(Layers):
     max_length: int | None = None
     latent: LatentAttention | None = None
     mixer: Mixer | None = None
+    channel_mixer: Mixer | None = None
     streaming: StreamingHeads | None = None
     moe: Moe | None = None
     embedding_scale: EmbeddingScale = EmbeddingScale.NONE
@@ -599,8 +626,26 @@ def refuse(config: TransformerConfig, *names: str) -> None:
         raise UserError(f"{type(config).__name__}.activation ('xielu') is for decoders only: try 'gelu'")
 
 
+def _check_channel_mixer(config: TransformerConfig) -> None:
+    """Refuses what a channel mixer, which is in the place of every MLP, has no place for."""
+    if config.channel_mixer is None:
+        return
+    unsupported = {
+        "mixer is None": config.mixer is None,
+        "moe is set": config.moe is not None,
+        "its layers have one branch": config.one_branch,
+        f"bias is {str(config.bias)!r}": config.bias.of_down,
+        f"activation is {str(config.activation)!r}, not 'relu2'": config.activation is not Activation.RELU2,
+        f"inner_norm is {str(config.inner_norm)!r}": config.inner_norm is not InnerNorm.NONE,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise UserError(f"DecoderConfig.channel_mixer is not supported where {option}: leave it out")
+
+
 def check_branches(config: TransformerConfig) -> None:
-    """Refuses what a layer of one branch has no place for."""
+    """Refuses what a layer of one branch, or with a channel mixer, has no place for."""
+    _check_channel_mixer(config)
     if not config.one_branch:
         return
     if LayerKind.FEED_FORWARD in config.kinds and not config.mlp_dim:

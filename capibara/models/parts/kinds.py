@@ -135,6 +135,15 @@ class Layers:
         return self.num_layers
 
     @property
+    def shared_modules(self) -> tuple[str, ...]:
+        """Modules beside the stack of layers that several layers pass."""
+        return ()
+
+    def passes(self, name: str) -> float:
+        """How often a token passes the parameters with this name, averaged over those of a stack."""
+        return self.depth // self.num_layers if name.startswith("layers/") else 1
+
+    @property
     def one_branch(self) -> bool:
         """Whether a layer has one branch, its attention, its mixer or its MLP, and not two."""
         return not self.mlp_dim or LayerKind.FEED_FORWARD in self.kinds

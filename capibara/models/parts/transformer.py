@@ -21,6 +21,7 @@ from capibara.models.layers.dropout import Dropout, Site
 from capibara.models.layers.relative import RelativeBias
 from capibara.models.layers.rope import Angles, Rope, angles
 from capibara.models.layers.stack import Stats
+from capibara.models.mixers.mixer import MixerLayer
 from capibara.models.parts.attention import Attention
 from capibara.models.parts.config import InnerNorm, NormPlacement, Residual, TransformerConfig
 from capibara.models.parts.kinds import LayerKind
@@ -64,6 +65,7 @@ class Rows(NamedTuple):
       query_scale: by kind of layer: [B, T], factors of the queries; None, or a kind without them: 1.
       pathways: what is mixed into the router's scores; None: nothing.
       blocks: [B, T], numbers of the blocks that tokens of local layers attend in, 0 for padding; None: they have none.
+      embedded: [B, T, D], the token embeddings, for layers that read them beside the stream; None: none does.
     """
 
     segment_ids: jax.Array
@@ -75,6 +77,7 @@ class Rows(NamedTuple):
     query_scale: dict[LayerKind, jax.Array] | None = None
     blocks: jax.Array | None = None
     pathways: Pathways | None = None
+    embedded: jax.Array | None = None
 
     def scale_of(self, kind: LayerKind) -> jax.Array | None:
         """The factors of the queries in a layer of this kind."""
@@ -95,6 +98,7 @@ class Shared(NamedTuple):
       distances_RD: embeddings of distances, of disentangled attention.
       number: of the layer, where dropout, its mixer or its streaming heads ask for it.
       shares_LK: how much each key/value head of each layer retrieves (parts.streaming).
+      block: what several layers share, and this one reads (architectures.zamba); None: nothing.
     """
 
     row_positions: jax.Array | None = None
@@ -107,6 +111,7 @@ class Shared(NamedTuple):
     distances_RD: jax.Array | None = None
     number: jax.Array | int = 0
     shares_LK: jax.Array | None = None
+    block: nnx.Module | None = None
 
     def share_of(self, kind: LayerKind) -> jax.Array | None:
         """How much each key/value head of the layer, which is of this kind, retrieves; None: it only retrieves."""
@@ -211,7 +216,7 @@ class Block(nnx.Module):
         if config.mixer is not None:
             self.mixer = config.mixer.make(config, rngs)
         if not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
-            self.mlp = MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
+            self.mlp = _feed_forward(config, rngs)
         if config.dense_layers:
             self.first_mlp = MLP(config, rngs)
         if config.one_branch:
@@ -230,7 +235,7 @@ class Block(nnx.Module):
                 x,
                 layer_kind,
                 lambda x: self.attended(x, rows, shared, kind, layer_kind),
-                lambda x: self._mixed(x, rows, shared),
+                lambda x: mix_rows(self.mixer, x, rows, shared),
             )
             return dropout.apply(shared.drop, y, Site.ATTENTION)
 
@@ -294,19 +299,23 @@ class Block(nnx.Module):
             written.update(new)
             return y
 
-        def mixed(x: jax.Array) -> jax.Array:
-            y, new = self.mixer.cached(x, layer, now, shared.number)
+        def mixed(by: MixerLayer, x: jax.Array) -> jax.Array:
+            y, new = by.cached(x, layer, now, shared.number)
             written.update(new)
             return y
 
         def attention(x: jax.Array) -> jax.Array:
-            return self._in_parallel(x, layer_kind, attended, mixed)
+            return self._in_parallel(x, layer_kind, attended, lambda x: mixed(self.mixer, x))
+
+        def channels_mixed(x: jax.Array) -> jax.Array:
+            assert isinstance(self.mlp, MixerLayer), "the configuration's"
+            return scaled(mixed(self.mlp, x), self.config.multipliers.mlp_output)
 
         if self.config.one_branch:
             return self._alone(
                 x_BTD, attention if layer_kind is not LayerKind.FEED_FORWARD else self.mlp_part(rows, shared, {})
             ), written
-        mlp = self.mlp_part(rows, shared, {})
+        mlp = self.mlp_part(rows, shared, {}) if self.config.channel_mixer is None else channels_mixed
         if shared.bare:
             return self._bare(x_BTD, attention, mlp), written
         return self._joined(x_BTD, attention, mlp, layer_kind, shared), written
@@ -320,14 +329,6 @@ class Block(nnx.Module):
         if kind.mixes:
             results.append(scaled(mixed(scaled(x_BTD, factors.mixer_input)), factors.mixer_output))
         return functools.reduce(operator.add, results)
-
-    def _mixed(self, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
-        if shared.row_positions is not None:
-            raise UserError(
-                "Plan.context is above 1, and recurrent layers read a row's tokens one after the other: set Plan.context to "
-                "1, and share out by fsdp, tensor or data"
-            )
-        return layers.named(self.mixer(x_BTD, rows.segment_ids, shared.number), projections.OUT)
 
     def _alone(self, x_BTD: jax.Array, branch: Branch) -> jax.Array:
         with jax.named_scope("branch"):
@@ -358,6 +359,8 @@ class Block(nnx.Module):
         mlp, factor = self.first_mlp if shared.dense else self.mlp, self.config.multipliers.mlp_output
 
         def part(x: jax.Array) -> jax.Array:
+            if isinstance(mlp, MixerLayer):
+                return dropout.apply(shared.drop, scaled(mlp(x, rows.segment_ids), factor), Site.MLP)
             if not isinstance(mlp, MoeMLP):
                 return dropout.apply(shared.drop, scaled(mlp(x, shared.drop), factor), Site.MLP)
             remix = None if rows.pathways is None else rows.pathways.in_layer(shared.number)
@@ -411,6 +414,26 @@ def _attention_of(block: Block, kind: LayerKind) -> Attention | Latent:
     module = getattr(block, block.config.attention_module(kind))
     assert isinstance(module, Attention | Latent), "the block makes it"
     return module
+
+
+def mix_rows(mixer: MixerLayer, x_BTD: jax.Array, rows: Rows, shared: Shared) -> jax.Array:
+    """What a mixer makes of whole rows, [B, T, D].
+
+    Raises:
+      UserError: rows are divided.
+    """
+    if shared.row_positions is not None:
+        raise UserError(
+            "Plan.context is above 1, and recurrent layers read a row's tokens one after the other: set Plan.context to "
+            "1, and share out by fsdp, tensor or data"
+        )
+    return layers.named(mixer(x_BTD, rows.segment_ids, shared.number), projections.OUT)
+
+
+def _feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> MLP | MoeMLP | MixerLayer:
+    if config.channel_mixer is not None:
+        return config.channel_mixer.make(config, rngs)
+    return MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
 
 
 def _attention(config: TransformerConfig, rngs: nnx.Rngs) -> Attention | Latent:

@@ -451,7 +451,15 @@ def _stacks(
             total = once.weights.total() * sizes.depth / sizes.num_layers
             yield dataclasses.replace(once, weights=once.weights.scaled_to(total))
         case _:
-            yield stack("decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes.windows, length)),))
+            decoder = stack(
+                "decoder", "layers/", sizes.num_layers, length, (Attention(_seen_keys(sizes.windows, length)),)
+            )
+            for name in sizes.shared_modules:
+                shared = _sharded([leaf for leaf in leaves if leaf.name.startswith(f"{name}/")], rules)
+                decoder = dataclasses.replace(
+                    decoder, weights=decoder.weights + shared.scaled_to(shared.total() * sizes.passes(f"{name}/"))
+                )
+            yield decoder
             if windows := sizes.mtp_windows:
                 yield stack("mtp", f"{api.MTP}/", len(windows), length, (Attention(_seen_keys(windows, length)),))
 

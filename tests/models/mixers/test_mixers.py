@@ -16,6 +16,7 @@ from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.models import api
 from capibara.models.api import (
+    ChannelMix,
     DecoderConfig,
     EncoderConfig,
     GatedDelta,
@@ -27,7 +28,9 @@ from capibara.models.api import (
     Moe,
     Multipliers,
     RgLru,
+    Rwkv4,
     ShortConv,
+    ZambaConfig,
 )
 from capibara.models.flops import flops_per_token
 from capibara.optim.matrices import sides
@@ -42,6 +45,7 @@ MIXERS |= {"rg_lru": RgLru(inner_dim=32, blocks=4, taps=3)}
 MIXERS |= {"kimi": KimiDelta(heads=3, head_dim=8, taps=3)}
 MIXERS |= {"ling": KimiDelta(heads=3, head_dim=8, taps=3, maps="whole", least_decay=-5.0)}
 MIXERS |= {"lightning": Lightning(heads=3, head_dim=8)}
+MIXERS |= {"rwkv": Rwkv4(inner_dim=24)}
 OF_TWO = {name: dict(mixer=mixer, layer_pattern=("recurrent", "recurrent", "global")) for name, mixer in MIXERS.items()}
 # Layers of one branch: a mixer alone (Mamba 2), and a mixer, an MLP or attention (Nemotron-H).
 OF_ONE = {"alone": dict(mixer=MIXERS["mamba2"], layer_pattern=("recurrent",), mlp_dim=0, positions="none")}
@@ -64,13 +68,23 @@ HYBRID |= {
 # Branches that are added to the normalised stream (MiniMax-Text-01).
 ADDED = Multipliers(attention_residual=1.3, mixer_residual=0.8, mlp_residual=1.1, mixer_output=0.7)
 STREAM = {"stream": OF_TWO["lightning"] | dict(norm_placement="stream", multipliers=ADDED)}
-MODELS = OF_TWO | OF_ONE | MIXED | HYBRID | STREAM
+# States of both branches (RWKV-4).
+OF_RWKV = dict(mixer=Rwkv4(), channel_mixer=ChannelMix(), activation="relu2", norm="layer")
+CHANNELS = {"channels": OF_RWKV | dict(layer_pattern=("recurrent",), positions="none", embedding_norm="layer")}
+CHANNELS |= {"channels_attended": OF_RWKV | dict(layer_pattern=("recurrent", "hybrid", "global"))}
+# Blocks that layers share in turn (Zamba2): the second period of layers reads the other block.
+OF_ZAMBA = dict(mixer=MIXERS["mamba2"], shared_blocks=2, adapter_rank=3, activation="geglu_exact")
+ZAMBA = {"zamba": OF_ZAMBA | dict(layer_pattern=("recurrent", "hybrid"), positions="none", bias="mlp")}
+ZAMBA |= {
+    "zamba_adapted": OF_ZAMBA | dict(layer_pattern=("hybrid", "recurrent", "hybrid"), adapters="all", num_kv_heads=4)
+}
+MODELS = OF_TWO | OF_ONE | MIXED | HYBRID | STREAM | CHANNELS | ZAMBA
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 LENGTH = 96
 
 
 def config_of(name, **options):
-    return DecoderConfig(**SIZES | MODELS[name] | options)
+    return (ZambaConfig if name in ZAMBA else DecoderConfig)(**SIZES | MODELS[name] | options)
 
 
 def made(config):
@@ -301,6 +315,13 @@ def test_a_context_axis_is_refused():
             dict(multipliers=FACTORS),
             r"mixer_output and mixer_residual \(1.1, 0.9, 1.0\) must be 1.0 where DecoderConfig.mixer is None",
         ),
+        (OF_RWKV | dict(mixer=None), "DecoderConfig.channel_mixer is not supported where mixer is None"),
+        (
+            CHANNELS["channels"] | dict(activation="swiglu"),
+            "channel_mixer is not supported where activation is 'swiglu', not 'relu2'",
+        ),
+        (CHANNELS["channels"] | dict(bias="all"), "channel_mixer is not supported where bias is 'all'"),
+        (CHANNELS["channels"] | dict(moe=Moe(num_experts=4)), "channel_mixer is not supported where moe is set"),
         (dict(mlp_dim=-1), "DecoderConfig.mlp_dim is -1, must be at least 0"),
         (dict(norm_placement="mixed"), "norm_placement is 'mixed', must have recurrent layers and others"),
         (OF_ONE["branches"] | dict(mlp_dim=0), "mlp_dim is 0, and layer_pattern has feed_forward layers"),
@@ -340,6 +361,8 @@ def test_what_contradicts_is_refused(fields, message):
         ),
         (lambda: Mamba2(projection_multipliers=(0.0,) * 5), "Mamba2.projection_multipliers has 0.0, must be finite"),
         (lambda: Multipliers(mlp_gate=-1.0), "Multipliers.mlp_gate is -1.0, must be finite and above 0"),
+        (lambda: Rwkv4(inner_dim=0), "Rwkv4.inner_dim is 0, must be at least 1, or None"),
+        (lambda: Mamba2(norm_eps=0.0), "Mamba2.norm_eps is 0.0, must be above 0"),
         (lambda: RgLru(inner_dim=25, blocks=4), "RgLru.inner_dim .25. must be a multiple of blocks .4.: try 24"),
         (lambda: KimiDelta(heads=0), "KimiDelta.heads is 0, must be at least 1"),
         (lambda: KimiDelta(least_decay=0.0), "KimiDelta.least_decay is 0.0, must be finite and below 0"),

@@ -109,6 +109,7 @@ class SharedKeysConfig(DecoderConfig):
             "local_heads": (None,),
             "logit_scale": (1.0,),
             "mixer": (None,),
+            "channel_mixer": (None,),
             "norm_gate_rank": (None,),
             "norm_placement": (NormPlacement.SANDWICH,),
             "output_rows": (None,),
