@@ -346,7 +346,8 @@ def of(
     of_mtp = () if mtp is None else mtp.rows(_fused(rows) if fused_mtp else rows, shapes)
     if fused_experts and "layers/mlp/router" in shapes:
         rows = _fused(rows)
-    return tuple(_in_layers(row, layers) for row in (*rows, *SCORE) if row.ours[0] in shapes) + of_mtp
+    there = tuple(_in_layers(row, layers) for row in (*rows, *SCORE) if row.ours[0] in shapes)
+    return (there if names.placed is None else names.placed(there, shapes, layers)) + of_mtp
 
 
 def _fused(rows: Rows) -> Rows:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from capibara.core import projections
+from capibara.core import projections, tree
 from capibara.interop.hf.layout.mtp import MtpNames
 from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
 
@@ -233,6 +233,8 @@ class Names:
         with {l}: of the layers in which their module has others.
       cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
+      placed: (rows, shapes of our parameters, modules that some layers lack) -> the rows, with the names that tensors have in
+        each layer; None: they differ by the number alone.
       mtp: the tensors of modules that predict further tokens; None: they are not supported.
       separate: the table of checkpoints whose experts are tensors of their own, where those of `rows` are fused.
     """
@@ -245,6 +247,7 @@ class Names:
     absent: Mapping[str, Callable[[Mapping[str, Any]], np.ndarray]] = dataclasses.field(default_factory=dict)
     cuts: Callable[[Mapping[str, Shape]], dict[str, Cut]] | None = None
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
+    placed: Callable[[Rows, Mapping[str, Shape], tree.LayersOf], Rows] | None = None
     mtp: MtpNames | None = None
     separate: Rows = ()
 

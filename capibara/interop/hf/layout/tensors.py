@@ -56,6 +56,7 @@ class Tensor:
         several of theirs ("nh"), which are concatenated whole.
       layout: the dimensions of our parameters; those in `name` come first.
       layers: the numbers of the layers that have it; None: all of them.
+      of_layers: its names in these, where `name` does not say them; None: it does.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Tensor:
     along: str
     layout: str
     layers: tuple[int, ...] | None = None
+    of_layers: tuple[str, ...] | None = None
 
     @property
     def numbered(self) -> str:
@@ -82,6 +84,8 @@ class Tensor:
     def named(self, at: tuple[int, ...]) -> str:
         """The name of one tensor, by its indices in our parameters."""
         numbers = dict(zip(self.numbered, at))
+        if self.of_layers is not None:
+            return self.of_layers[numbers["l"]]
         if self.layers is not None:
             numbers["l"] = self.layers[numbers["l"]]
         return self.name.format(**numbers)
