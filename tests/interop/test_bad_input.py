@@ -159,8 +159,8 @@ DAMAGES = {
     "no weights": ("one", lambda folder: os.unlink(folder / "model.safetensors"), "has neither model.safetensors nor"),
     "unknown architecture": (
         "one",
-        with_config(model_type="rwkv"),
-        "has model_type 'rwkv', must be one of gpt2|llama",
+        with_config(model_type="diffllama"),
+        "has model_type 'diffllama', must be one of gpt2|llama",
     ),
     "another head": (
         "one",

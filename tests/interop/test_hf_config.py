@@ -228,7 +228,7 @@ def test_token_ids_and_the_like_are_kept():
 
 
 REFUSED = {
-    "model_type 'rwkv', must be one of llama, mistral": dict(model_type="rwkv"),
+    "model_type 'diffllama', must be one of llama, mistral": dict(model_type="diffllama"),
     "config.json has 2 labels, must have 1, of a reward model: take the language model": PUBLISHED["llama2_7b"]
     | dict(architectures=["LlamaForSequenceClassification"]),
     "the head of LlamaForTokenClassification is not read, take the folder of the language model": PUBLISHED["llama2_7b"]

@@ -64,6 +64,8 @@ STRICTER = {
 # make a token of the batch the place of an image, which it embeds as another one; findings/mamba_rescaled_weights.sh.
 MISLOADED = {"youtu": ("pad_token_id",), "kimi_k25": ("image_token_id", "video_token_id")}
 MISLOADED |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), ("rescale_prenorm_residual",))
+# It divides weights as it evaluates, and not the epsilon of what normalises their results; findings/rwkv_evaluated_weights.sh.
+MISLOADED |= dict.fromkeys(("rwkv", "rwkv_tied"), ("rescale_every",))
 # Its tables of decays, which are no parameters, are stored and loaded in the dtype of the weights, and rounded to it.
 MISLOADED |= dict.fromkeys(("minimax", "minimax_window", "minimax_lightning"), ("dtype", "torch_dtype"))
 MISLOADED |= dict.fromkeys(("gemma4_vl", "gemma4_vl_moe"), ("image_token_id", "video_token_id", "audio_token_id"))

@@ -3,6 +3,7 @@
 import pytest
 
 from capibara import config
+from capibara.interop.hf import config as hf_config
 from capibara.models import api
 
 # A tied head counts once. Of Gemma 3 the text part: the published total of 4B, 12B and 27B (4,300,079,472,
@@ -54,6 +55,12 @@ PUBLISHED = {
     "smollm2_360m": 361_821_120,
     "smollm2_1.7b": 1_711_376_384,
 }
+# Of folders without a Gin file: what their config.json says beside its usual values, and what transformers counts.
+FOLDERS = [
+    (dict(model_type="rwkv", hidden_size=768, num_hidden_layers=12), 169_342_464),
+    (dict(model_type="rwkv"), 7_392_649_216),
+    (dict(model_type="zamba2", n_mamba_heads=80, num_mem_blocks=2), 2_662_214_560),
+]
 OURS = {"capibara_125m": 125e6, "capibara_1b": 1e9, "capibara_8b": 8e9, "capibara_20b": 20e9, "capibara_120b": 120e9}
 
 
@@ -66,6 +73,11 @@ def built(name: str) -> api.Model:
     model = api.build(config.build(kind_of(name)))
     assert config.unused() == []
     return model
+
+
+@pytest.mark.parametrize(("values", "count"), FOLDERS)
+def test_a_folder_has_its_published_size(values, count):
+    assert api.build(hf_config.from_hf(values)).param_count == count
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

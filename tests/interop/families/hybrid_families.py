@@ -41,6 +41,13 @@ MINIMAX = dict(RMS, model_type="minimax", num_hidden_layers=3, num_local_experts
 MINIMAX |= dict(full_attn_alpha_factor=1.5, full_attn_beta_factor=0.7, linear_attn_alpha_factor=1.25)
 MINIMAX |= dict(linear_attn_beta_factor=0.8, mlp_alpha_factor=0.9, mlp_beta_factor=1.1)
 
+RWKV = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, context_length=64)
+RWKV |= dict(model_type="rwkv", bos_token_id=1, eos_token_id=2)
+ZAMBA = dict(RMS, model_type="zamba2", num_hidden_layers=5, mamba_d_state=6, mamba_d_conv=3, mamba_ngroups=2)
+ZAMBA |= dict(n_mamba_heads=4, adapter_rank=5, tie_word_embeddings=True, num_attention_heads=8)
+# Narrower than the others: with more, scores of blocks without a residual are so large that float32 itself differs by 1e-4.
+ZAMBA |= dict(hidden_size=16, num_key_value_heads=8)
+
 CASES: dict[str, dict[str, Any]] = {
     "lfm2": dict(SIZES, model_type="lfm2", norm_eps=1e-5, num_hidden_layers=4, block_multiple_of=8)
     | dict(tie_word_embeddings=True, layer_types=["conv", "full_attention", "conv", "conv"], rope_parameters=rope()),
@@ -116,4 +123,12 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "lfm3_plain": dict(SIZES, model_type="lfm3", norm_eps=1e-5, num_hidden_layers=4, head_dim=8)
     | dict(use_sandwich_norm=False, use_attention_gate=False, tie_word_embeddings=True),
+    "rwkv": RWKV | dict(attention_hidden_size=24, rescale_every=0),
+    "rwkv_tied": RWKV | dict(intermediate_size=None, tie_word_embeddings=True),
+    "zamba2": ZAMBA
+    | dict(layers_block_type=["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid"], num_mem_blocks=2)
+    | dict(use_shared_attention_adapter=True, use_mem_rope=True, rope_parameters=rope(theta=500.0), time_step_min=0.2),
+    "zamba2_grouped": ZAMBA
+    | dict(layers_block_type=["linear_attention", "hybrid"] * 2, num_hidden_layers=4, num_key_value_heads=2)
+    | dict(add_bias_linear=True, rms_norm_eps=1e-3, hidden_act="silu"),
 }

@@ -226,7 +226,16 @@ def write_drawn(folder, recorded):
 
 
 # Every third of them in `make test`; all in `make test-families`.
-OF_MIXERS = ("kimi_linear", "lfm2", "mamba", "mamba2", "olmo_hybrid", "recurrent_gemma")  # one of each
+OF_MIXERS = (
+    "kimi_linear",
+    "lfm2",
+    "mamba",
+    "mamba2",
+    "olmo_hybrid",
+    "recurrent_gemma",
+    "rwkv",
+    "zamba2",
+)  # one of each
 
 
 @pytest.mark.parametrize(
