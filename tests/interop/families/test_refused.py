@@ -37,13 +37,17 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "full_att
         ("zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings = False, capibara's zamba2 has True alone"),
         ("zamba2", {"attention_head_dim": 3}, "attention_head_dim = 3, must be 4 by other keys"),
         ("zamba2", {"hybrid_layer_ids": [1]}, r"hybrid_layer_ids = .1., must be .1, 2, 4. by other keys"),
-        ("zamba2", {"num_hidden_layers": 4}, "5 layers_block_type, must be one for each of num_hidden_layers = 4"),
+        (
+            "zamba2",
+            {"num_hidden_layers": 4},
+            "5 layers_block_type .layer_types., must be one for each of num_hidden_layers = 4",
+        ),
         (
             "zamba2",
             {"layers_block_type": ["attention"] * 5},
-            "layers_block_type 'full_attention', must be linear_attention",
+            "layers_block_type .layer_types. 'full_attention', must be",
         ),
-        ("zamba2", {"layers_block_type": ["mamba"] * 5}, "layers_block_type without 'hybrid'"),
+        ("zamba2", {"layers_block_type": ["mamba"] * 5}, "layers_block_type .layer_types. without 'hybrid'"),
         (
             "zamba2",
             {"num_mem_blocks": 4},

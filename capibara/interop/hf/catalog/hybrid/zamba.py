@@ -106,12 +106,12 @@ def _prepare(values: Values) -> Values:
     types = result["layers_block_type"] = [OLD_KINDS.get(kind, kind) for kind in types]
     if len(types) != result["num_hidden_layers"]:
         raise UserError(
-            f"config.json has {len(types)} layers_block_type, must be one for each of num_hidden_layers = "
+            f"config.json has {len(types)} layers_block_type (layer_types), must be one for each of num_hidden_layers = "
             f"{result['num_hidden_layers']}"
         )
     if strange := {*types} - {"linear_attention", "hybrid"}:
         raise UserError(
-            f"config.json has layers_block_type {str(min(strange))!r}, must be linear_attention or hybrid: take another model"
+            f"config.json has layers_block_type (layer_types) {str(min(strange))!r}, must be linear_attention or hybrid: take another model"
         )
     derived = {
         "attention_hidden_size": 2 * width,
@@ -125,7 +125,9 @@ def _prepare(values: Values) -> Values:
                 f"config.json has {key} = {str(given)[:60]}, must be {str(value)[:60]} by other keys: leave it out"
             )
     if not derived["hybrid_layer_ids"]:
-        raise UserError("config.json has layers_block_type without 'hybrid', must have such layers: take Mamba 2")
+        raise UserError(
+            "config.json has layers_block_type (layer_types) without 'hybrid', must have such layers: take Mamba 2"
+        )
     result["intermediate_size"] = result.get("intermediate_size") or 4 * width
     result |= {"max_position_embeddings": 16_384} if result["use_long_context"] else {}
     return result
