@@ -20,21 +20,14 @@ from rich.table import Table
 from capibara.monitoring.metrics_file.loggers import read_metrics
 
 TARGET_BUSY = 0.97
-FEEDS = {
-    "SeqIO task": (),
-    "direct": (
-        "--gin.Dataset.mixture_or_task_name=None",
-        "--gin.Dataset.task_module=None",
-        "--gin.Dataset.source=@StdlibSource()",
-    ),
-}
+FEEDS = {"SeqIO task": "quickstart_seqio.gin", "direct": "quickstart.gin"}
 
 
-def wait_share(steps: int, bindings: tuple[str, ...]) -> float:
+def wait_share(steps: int, gin_file: str) -> float:
     """Share of a run's step time that was spent waiting for data."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "capibara.train", "--gin_file=quickstart.gin", "--emulate=8"]
-        command += [f"--gin.MODEL_DIR={folder}", f"--gin.TRAIN_STEPS={steps}", "--gin.Evaluation.every=0", *bindings]
+        command = [sys.executable, "-m", "capibara.train", f"--gin_file={gin_file}", "--emulate=8"]
+        command += [f"--gin.MODEL_DIR={folder}", f"--gin.TRAIN_STEPS={steps}", "--gin.Evaluation.every=0"]
         subprocess.run(command, check=True, capture_output=True)
         logs = [record for record in read_metrics(folder) if record["kind"] == "train"][1:]
     return sum(log["data_wait_s"] for log in logs) / sum(log["step_s"] for log in logs)
@@ -45,7 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
-    shares = {name: wait_share(args.steps, bindings) for name, bindings in FEEDS.items()}
+    shares = {name: wait_share(args.steps, gin_file) for name, gin_file in FEEDS.items()}
     table = Table(title=f"quickstart, {args.steps} steps on 8 emulated devices")
     for heading in ("feed", "wait for data", "devices busy, at least", "wanted"):
         table.add_column(heading, justify="left" if heading == "feed" else "right")

@@ -104,16 +104,37 @@ class TestGinIsTheLibrary:
         assert done.stderr.strip().endswith("found a folder named gin; run: pip install gin-config")
 
 
-class TestLock:
-    LINES = (CHECKOUT / "requirements.lock").read_text().splitlines()
+def pins(name: str) -> dict[tuple[str, str], str]:
+    """(package, marker) -> version of each line of a lock."""
+    lines = [line for line in (CHECKOUT / name).read_text().splitlines() if not line.startswith("#")]
+    found = {}
+    for line in lines:
+        requirement, _, marker = line.partition(" ; ")
+        package, version = requirement.split("==")
+        found[package.lower(), marker] = version
+    assert len(found) == len(lines)
+    return found
 
-    def test_names_no_registry(self):
-        assert not [line for line in self.LINES if re.search(r"://|--(index|extra-index|find-links)| @ ", line)]
+
+class TestLock:
+    PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+
+    @pytest.mark.parametrize("name", ["requirements.lock", "requirements-base.lock"])
+    def test_names_no_registry(self, name):
+        lines = (CHECKOUT / name).read_text().splitlines()
+        assert not [line for line in lines if re.search(r"://|--(index|extra-index|find-links)| @ ", line)]
 
     def test_pins_all_that_the_project_asks_for(self):
-        project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-        extras = project["optional-dependencies"]
-        wanted = [*project["dependencies"], *extras["seqio"], *extras["dev"]]
-        pinned = {line.partition("==")[0].lower() for line in self.LINES if "==" in line}
-        assert {re.match(r"[\w-]+", name)[0].lower() for name in wanted} <= pinned
-        assert all("==" in line or line.startswith("#") or line.startswith(" ") for line in self.LINES)
+        extras = self.PROJECT["optional-dependencies"]
+        for name, more in (("requirements.lock", ("seqio", "dev", "docs")), ("requirements-base.lock", ("gguf",))):
+            wanted = [*self.PROJECT["dependencies"], *(item for extra in more for item in extras[extra])]
+            pinned = {package for package, _ in pins(name)}
+            assert {re.match(r"[\w-]+", text)[0].lower() for text in wanted} <= pinned, name
+
+    def test_the_base_has_the_versions_of_the_whole_and_no_package_of_tests(self):
+        base, whole = pins("requirements-base.lock"), pins("requirements.lock")
+        versions = {(package, version) for (package, _), version in whole.items()}
+        assert not [item for item in base if (item[0], base[item]) not in versions]
+        packages = {package for package, _ in base}
+        assert "hatchling" in packages and len(packages) < len({package for package, _ in whole}) / 3
+        assert not packages & {"libtpu", "tensorflow", "pytest", "datasets", "pyarrow", "fastapi", "torch"}

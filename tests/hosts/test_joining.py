@@ -24,7 +24,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def alone(shell, nursery):
-    """The arguments of a run of quickstart.gin -> the folder of it in one process with four devices."""
+    """The arguments of a run of quickstart_seqio.gin -> the folder of it in one process with four devices."""
     nursery.preload("capibara.data.builtin_tasks")
 
     @functools.cache
@@ -40,7 +40,7 @@ def alone(shell, nursery):
 
 
 def quickstart(*settings: str) -> tuple[str, ...]:
-    return ("--gin_file=quickstart.gin", *(f"--gin.{setting}" for setting in ("Trainer.log_every=1", *settings)))
+    return ("--gin_file=quickstart_seqio.gin", *(f"--gin.{setting}" for setting in ("Trainer.log_every=1", *settings)))
 
 
 QUICK = ("Evaluation.every=0", "Evaluation.unigram_batches=0", "SampleText.prompts=()", "Checkpointing.every=0")

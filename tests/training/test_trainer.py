@@ -54,7 +54,7 @@ class TestBindings:
 
         return build
 
-    @pytest.mark.parametrize("file", ["quickstart.gin", "base_v5e64.gin"])
+    @pytest.mark.parametrize("file", ["quickstart_seqio.gin", "base_v5e64.gin"])
     def test_the_runs_that_come_along_are_quiet(self, used, file):
         bindings = (
             "TASK_MODULE=capibara.data.builtin_tasks",
