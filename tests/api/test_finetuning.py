@@ -1,11 +1,10 @@
-"""Fine-tuning from Python, by the command and by Gin is one run."""
+"""Fine-tuning in one call: methods, data, options and mistakes; test_three_doors.py has the same run by the command and by Gin."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -36,44 +35,26 @@ def records(path):
     return [json.loads(line) for line in open(path)]
 
 
-def test_python_command_and_gin_train_the_same_bits(folder, tmp_path, capfd, monkeypatch):
+@pytest.mark.heavy
+def test_a_result_has_its_views_and_the_command_line_resumes_it(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = records(f"{folder}/chats.jsonl")
     run = cb.finetune(f"{folder}/hf", rows, "python", steps=3, batch_size=8, length=64, log_every=1)
     assert (run.step, run.reason, run.checkpoints) == (3, "finished", [1, 2, 3])
-    (data,) = (tmp_path / "python" / "data").iterdir()
-    flags = ["--steps=3", "--batch_size=8", "--length=64", "--gin.Trainer.log_every=1"]
-    assert exits.run_verb(verb.main, [f"--model={folder}/hf", f"--data={data}", "--out=command", *flags]) == 0
-    printed = capfd.readouterr().out
-    (command,) = [line for line in printed.splitlines() if line.startswith("the same run: ")]
-    same = [flag.replace('"command"', '"by_gin"') for flag in shlex.split(command.partition(": ")[2])[3:]]
-    assert exits.run_verb(train_verb.main, same) == 0
-    found = losses("python")
-    assert sorted(found) == [1, 2, 3] and found == losses("command") == losses("by_gin")
-    weights = [cb.load(name).logits("river?") for name in ("python", "command", "by_gin")]
-    np.testing.assert_array_equal(weights[0], weights[1])
-    np.testing.assert_array_equal(weights[0], weights[2])
-    _looks_right(run, folder, tmp_path)
-    # The command line goes on from what Python has begun.
-    again = ["--gin_file=python/config.gin", "--gin.Trainer.steps=4"]
-    assert exits.run_verb(train_verb.main, again) == 0 and sorted(losses("python")) == [1, 2, 3, 4]
-
-
-def _looks_right(run, folder, tmp_path):
-    """The result's views of a run of three steps."""
     assert [row["step"] for row in run.history] == [0, 1, 2, 3]
     assert run.best_step == min((row["eval_loss"], row["step"]) for row in run.history)[1]
     assert list(run.frame().index) == [0, 1, 2, 3] and "eval_loss" in run.frame()
-    run.plot().savefig(tmp_path / "plot.png")
+    run.plot().savefig("plot.png")
     with pytest.raises(cb.UserError, match="no step has a metric 'speed'"):
         run.plot("speed")
     model = run.model
     assert model.step == 3 and model.config.lora is None
     assert not np.array_equal(model.logits("river?"), cb.load(f"{folder}/hf").logits("river?"))
-    assert model.save(str(tmp_path / "mine.gguf")) and cb.load(str(tmp_path / "mine.gguf")).chats
-    adapter = cb.convert(run.folder, str(tmp_path / "adapter"), format="peft")
-    beside = cb.load(adapter, base=f"{folder}/hf")
+    assert model.save("mine.gguf") and cb.load("mine.gguf").chats
+    beside = cb.load(cb.convert(run.folder, "adapter", format="peft"), base=f"{folder}/hf")
     np.testing.assert_allclose(beside.logits("river?"), model.logits("river?"), rtol=1e-4, atol=1e-5)
+    again = ["--gin_file=python/config.gin", "--gin.Trainer.steps=4"]
+    assert exits.run_verb(train_verb.main, again) == 0 and sorted(losses("python")) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("method", ["full", pytest.param("qlora", marks=pytest.mark.heavy)])
