@@ -142,3 +142,18 @@ def test_a_field_without_a_meaning_ends_the_build(builder, monkeypatch):
     monkeypatch.setattr(cb.Plan, "__doc__", "Mesh and batch.")
     with pytest.raises(KeyError, match="Plan.batch_size"):
         builder.reference.configurable_pages()
+
+
+def test_the_script_that_looks_at_the_site_names_what_it_lacks(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "browser"))
+    screens = importlib.import_module("site_screens")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert screens.main([str(tmp_path), str(tmp_path / "out"), "--modules", str(tmp_path), "--pages=index"]) == 2
+    error = capsys.readouterr().err
+    assert "apt-get install -y chromium" in error and "index.html of the site: make site" in error
+
+
+def test_the_script_that_looks_at_the_site_looks_at_eight_pages(site, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "browser"))
+    pages = importlib.import_module("site_screens").PAGES.split(",")
+    assert len(pages) == 8 and all((site / f"{name}.html").is_file() for name in pages)

@@ -2,29 +2,16 @@
 // dashboard_screens.py starts it:
 // node dashboard_screens.mjs '{"address": ..., "out": ..., "modules": ..., "chromium": ..., "quick": false}'
 
-import { createRequire } from "node:module";
-import { mkdirSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
-
-const settings = JSON.parse(process.argv[2]);
-const require = createRequire(join(settings.modules, "package.json"));
-const puppeteer = require("puppeteer-core");
-const axe = require("axe-core");
+import { axeFindings, checkWidth, finish, launch, listen, report, settings } from "./looking.mjs";
 
 const SIZES = {
-  desktop: { width: 1440, height: 900 },
+  desktop: { width: 1280, height: 900 },
   phone: { width: 390, height: 844, isMobile: true, hasTouch: true, deviceScaleFactor: 2 },
 };
 const THEMES = ["light", "dark"];
-const SERIOUS = new Set(["serious", "critical"]);
 const MOST_TABS = 400;
 const DRAWN_MS = 20_000;
-
-const findings = [];
-const report = (kind, where, text, more = {}) => {
-  findings.push({ kind, where, text, ...more });
-  console.log(`${kind}: ${where}: ${text}`);
-};
 
 async function pages() {
   const { runs } = await (await fetch(`${settings.address}/api/runs?sort=name`)).json();
@@ -87,19 +74,6 @@ async function scrollThrough(page) {
   }
   await page.evaluate(() => scrollTo(0, 0));
   await settled(page);
-}
-
-async function axeFindings(page, where) {
-  await page.evaluate(axe.source);
-  const found = await page.evaluate(() => axe.run(document, { resultTypes: ["violations"] }));
-  for (const one of found.violations) {
-    const nodes = one.nodes.slice(0, 4).map((node) => `${node.html.slice(0, 160)} ${node.any[0]?.message ?? ""}`);
-    report(SERIOUS.has(one.impact) ? "axe" : "axe minor", where, `${one.id}: ${one.help} (${one.nodes.length})`, {
-      impact: one.impact,
-      nodes,
-    });
-  }
-  return found.violations.length;
 }
 
 /** Tab from the top until it comes back: all that can have the focus gets it, and it shows. */
@@ -176,21 +150,6 @@ async function walk(page, where) {
         .join("; ")}`,
     );
   return { wanted: wanted.length, reached: reached.size };
-}
-
-function listen(page, where) {
-  page.on(
-    "console",
-    (message) =>
-      ["error", "warn"].includes(message.type()) &&
-      !/404/.test(message.text()) &&
-      report("console", where(), message.text().slice(0, 300)),
-  );
-  page.on("pageerror", (error) => report("script", where(), String(error.stack ?? error).slice(0, 400)));
-  page.on("dialog", async (dialog) => {
-    report("injection", where(), dialog.message());
-    await dialog.dismiss();
-  });
 }
 
 /** What a viewer does on a run's page: each must show in the page and in its address. */
@@ -285,8 +244,12 @@ async function look(browser, size, theme, places, looked) {
     const file = join(settings.out, `${one}-${size}-${theme}`);
     await page.screenshot({ path: `${file}.png` });
     await scrollThrough(page);
-    const wide = await page.evaluate(() => document.documentElement.scrollWidth - document.documentElement.clientWidth);
-    if (wide > 0) report("layout", where(), `the page is ${wide} pixels wider than the window`);
+    await checkWidth(page, where());
+    const cut = await page.evaluate(() => {
+      const box = document.querySelector("table.runs")?.closest(".table-box");
+      return box ? box.scrollWidth - box.clientWidth : 0;
+    });
+    if (cut > 0) report("layout", where(), `the list of runs is ${cut} pixels wider than its card`);
     const violations = await axeFindings(page, where());
     const tabs = theme === "light" ? await walk(page, where()) : null;
     await page.evaluate(() => {
@@ -299,12 +262,7 @@ async function look(browser, size, theme, places, looked) {
   await page.close();
 }
 
-mkdirSync(settings.out, { recursive: true });
-const browser = await puppeteer.launch({
-  executablePath: settings.chromium,
-  headless: true,
-  args: ["--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb"],
-});
+const browser = await launch();
 const looked = [];
 try {
   const places = await pages();
@@ -315,12 +273,4 @@ try {
 } finally {
   await browser.close();
 }
-const isSerious = ({ kind }) => kind !== "axe minor";
-const summary = {
-  serious: findings.filter(isSerious).length,
-  minor: findings.filter((one) => !isSerious(one)).length,
-  looked: looked.length,
-};
-writeFileSync(join(settings.out, "findings.json"), `${JSON.stringify({ summary, findings, looked }, null, 1)}\n`);
-console.log(`${summary.looked} views, ${summary.serious} serious findings, ${summary.minor} minor`);
-process.exit(summary.serious ? 1 : 0);
+finish(looked);
