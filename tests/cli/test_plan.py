@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from capibara.cli.composition.inspected_run import run_of_gin
 from capibara.multihost import exits
 from capibara.planner.compiler import compile, compile_cache, proof
 from capibara.planner.hardware import slices, topology
+from capibara.planner.search import questions
 
 MODEL = "--gin_file=models/capibara_1b.gin"
 
@@ -55,7 +57,21 @@ def test_slices_that_were_weighed_are_in_all_outputs_and_a_closed_pipe_loses_non
         "usd" in s["predicted"] for s in found["slices"]
     )
     assert "days and" in page.read_text() and "USD/M tokens" in page.read_text()
+    (roofline,) = re.findall(r'aria-label="roofline">(.*?)</svg>', page.read_text())
+    ticks = [float(text) for text in re.findall(r"<text [^>]*>([\d.]+)</text>", roofline)]
+    assert len(ticks) >= 6 and len(ticks) == roofline.count('class="grid"')
+    assert (
+        page.read_text().count("<table>") == page.read_text().count('role="region"') - 2
+        and "width=device-width" in page.read_text()
+    )
     assert f'<tr class="chosen"><td>{found["plans"][0]["slice"]}</td>' in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("20B", 2e10), ("1.5t", 1.5e12), ("300k", 3e5), ("2M", 2e6), ("2e11", 2e11)]
+)
+def test_numbers_may_have_suffixes(text, value):
+    assert questions.count(text) == value
 
 
 def test_the_flag_of_before_works_for_one_version(capsys):
@@ -204,6 +220,7 @@ def test_a_run_brings_its_slice_length_and_batch(capsys):
         ([MODEL, "--slice=v5e-64", "--tries=3"], "--tries=3 needs --verify: add that, or leave it out"),
         ([MODEL, "--slice=v5e-64", "--deadline=30"], "--deadline=30 needs --verify"),
         ([MODEL, "--slice=v5e-64", "--chips=v5e"], "--chips=v5e is for goals that look for a slice"),
+        ([MODEL, "--slice=v5e-64", "--tokens=20X"], "--tokens: '20X' must be a number, such as 2e10, 20B or 1.5T"),
         ([MODEL, "--slice=v5e-64", "--tokens=1e-300"], "--tokens=1e-300 must be at least 1, e.g. --tokens=2e11"),
         ([MODEL, "--slice=v5e-16", "--batch_size=1000000000000000000"], "must be at most 1000000000: try"),
         ([MODEL, "--slice=v5e-²"], "slice 'v5e-²' must be like v5e-64"),

@@ -21,9 +21,15 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; } td, th { padding: .25rem .6rem; border-bottom: 1px solid #ddd; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } th { text-align: left; }
-.note { color: #666; } svg text { font: 12px system-ui, sans-serif; fill: #222; } tr.out { color: #999; } tr.chosen { font-weight: bold; }
-@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } svg text { fill: #ddd; } }
+.note, tr.out { color: #666; } tr.chosen { font-weight: bold; }
+svg text { font: 12px system-ui, sans-serif; fill: #222; } svg .grid { stroke: #ddd; }
+.box { overflow-x: auto; } .box svg { display: block; min-width: 44rem; } .box table { min-width: 28rem; } pre { overflow-x: auto; }
+@media (prefers-color-scheme: dark) {
+  body { background: #181818; color: #ddd; } svg text { fill: #ddd; } svg .grid, td, th { stroke: #444; border-color: #444; }
+  .note, tr.out { color: #a5a5a5; }
+}
 """
+_PHONE = '<meta name="viewport" content="width=device-width, initial-scale=1">'
 
 
 _NUMBER, _CHOSEN = ' class="n"', ' class="chosen"'
@@ -65,7 +71,7 @@ def page(
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="note">{_NOTE if walk.tried else _NOTE_PREDICTED}</p>',
         *(f"<p>{html.escape(fact[:1].upper() + fact[1:])}.</p>" for fact in facts),
-        *([f"<pre>{html.escape(chr(10).join(halves))}</pre>"] if halves else []),
+        *([_pre(halves)] if halves else []),
         *_offers(offers, slice_, tokens, usd),
         *_proof(walk, slice_),
         "<h2>HBM of a chip at the peak, predicted</h2>",
@@ -77,8 +83,17 @@ def page(
         f"<h2>The first {min(top, len(ranked))} of {len(ranked)} plans</h2>",
         _table(walk, work, slice_, top),
     ]
-    head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
+    head = f'<meta charset="utf-8">{_PHONE}<title>{html.escape(title)}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body><main>{"".join(sections)}</main></body></html>\n'
+
+
+def _box(content: str, label: str) -> str:
+    """What is wider than a phone scrolls by itself; by the keyboard, too."""
+    return f'<div class="box" tabindex="0" role="region" aria-label="{label}">{content}</div>'
+
+
+def _pre(lines: Sequence[str]) -> str:
+    return f'<pre tabindex="0">{html.escape(chr(10).join(lines))}</pre>'
 
 
 def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: float | None) -> Iterator[str]:
@@ -93,7 +108,7 @@ def _offers(offers: Sequence[Offer], chosen: Slice, tokens: float | None, usd: f
         cells = zip(report.OFFER_COLUMNS, report.offer_cells(offer, tokens, usd))
         row = "".join(f"<td{'' if name in left else _NUMBER}>{html.escape(cell)}</td>" for name, cell in cells)
         rows.append(f"<tr{_CHOSEN if offer.slice_ == chosen else ''}>{row}</tr>")
-    yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    yield _box(f"<table><tr>{head}</tr>{''.join(rows)}</table>", "slices")
 
 
 def _proof(walk: VerifiedRanking, slice_: Slice) -> Iterator[str]:
@@ -107,11 +122,11 @@ def _proof(walk: VerifiedRanking, slice_: Slice) -> Iterator[str]:
         peak = f"{compiled.peak_bytes / GIB:.2f}" if compiled and compiled.peak_bytes else ""
         cells = f'<td class="n">{peak}</td><td class="n">{item.ranked.memory.peak / GIB:.2f}</td><td>{words}</td>'
         rows.append(f"<tr><td>{html.escape(item.ranked.choice.describe())}</td>{cells}</tr>")
-    head = '<th>plan</th><th class="n">compiled, GiB</th><th class="n">predicted before, GiB</th><th></th>'
-    yield f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    head = '<th>plan</th><th class="n">compiled, GiB</th><th class="n">predicted before, GiB</th><th>result</th>'
+    yield _box(f"<table><tr>{head}</tr>{''.join(rows)}</table>", "compiled plans")
     if walk.proven:
         lines = report.verdict_lines(walk.proven.verdict, slice_)
-        yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+        yield _pre(lines)
 
 
 def _memory_bar(best: Ranked, slice_: Slice) -> str:
@@ -144,7 +159,10 @@ def _memory_bar(best: Ranked, slice_: Slice) -> str:
         )
     total = f'<tr><td>peak, in the {memory.peak_moment}</td><td class="n">{memory.peak / GIB:.3f}</td></tr>'
     svg = f'<svg viewBox="0 -24 880 92" role="img" aria-label="HBM of a chip">{"".join(shapes)}</svg>'
-    return f'{svg}<table><tr><th>part</th><th class="n">GiB</th></tr>{"".join(legend)}{total}</table>'
+    return (
+        _box(svg, "HBM of a chip")
+        + f'<table><tr><th>part</th><th class="n">GiB</th></tr>{"".join(legend)}{total}</table>'
+    )
 
 
 def _time_bars(best: Ranked) -> str:
@@ -166,7 +184,8 @@ def _time_bars(best: Ranked) -> str:
         f'<text x="{168 + 600 * value / longest:.1f}" y="{26 * i + 17}">{value:.4f}</text>'
         for i, (name, value) in enumerate(rows.items())
     )
-    return f'<svg viewBox="0 0 880 {26 * len(rows) + 6}" role="img" aria-label="seconds of a step">{bars}</svg>'
+    svg = f'<svg viewBox="0 0 880 {26 * len(rows) + 6}" role="img" aria-label="seconds of a step">{bars}</svg>'
+    return _box(svg, "seconds of a step")
 
 
 def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
@@ -195,13 +214,31 @@ def _roofline(ranked: Sequence[Ranked], slice_: Slice) -> str:
         color = _COLORS[0] if index == 0 else "#aaa"
         label = html.escape(f"{entry.choice.describe()}: {speed / 1e12:.0f} TFLOP/s")
         dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{label}</title></circle>')
-    return (
-        f'<svg viewBox="0 0 880 280" role="img" aria-label="roofline"><polyline points="{line}" fill="none" '
+    ticks = "".join(
+        f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="20" y2="240"/>'
+        f'<text x="{x:.1f}" y="256" text-anchor="middle">{value:g}</text>'
+        for value in _ticks(low, high)
+        for x, _ in (at(value, peak),)
+    ) + "".join(
+        f'<line class="grid" x1="60" x2="840" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text x="54" y="{y + 4:.1f}" text-anchor="end">{value / 1e12:g}</text>'
+        for value in _ticks(bottom, top)
+        for _, y in (at(1.0, value),)
+    )
+    svg = (
+        f'<svg viewBox="0 0 880 280" role="img" aria-label="roofline">{ticks}<polyline points="{line}" fill="none" '
         f'stroke="currentColor" stroke-width="2"/>{"".join(dots)}'
         f'<text x="{roof[1][0]:.0f}" y="{roof[1][1] - 6:.0f}">{peak / 1e12:.0f} TFLOP/s</text>'
-        '<text x="860" y="268" text-anchor="end">FLOP per byte of HBM</text>'
-        '<text x="14" y="130" text-anchor="middle" transform="rotate(-90 14 130)">FLOP/s of a device</text></svg>'
+        '<text x="840" y="274" text-anchor="end">FLOP per byte of HBM</text>'
+        '<text x="14" y="130" text-anchor="middle" transform="rotate(-90 14 130)">TFLOP/s of a device</text></svg>'
     )
+    return _box(svg, "roofline")
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """The values 1, 2 and 5 of each decade between two logarithms to base ten."""
+    values = [step * 10.0**decade for decade in range(math.floor(low), math.ceil(high) + 1) for step in (1, 2, 5)]
+    return [value for value in values if low <= math.log10(value) <= high]
 
 
 def _table(walk: VerifiedRanking, work: Workload, slice_: Slice, top: int) -> str:
@@ -218,4 +255,4 @@ def _table(walk: VerifiedRanking, work: Workload, slice_: Slice, top: int) -> st
         rows.append(f"<tr{style}><td>{html.escape(item.choice.describe())}</td>{numbers}<td>{why}</td></tr>")
     names = ("batch", "HBM GiB", "step s", "tokens/s chip", "MFU")
     head = "<th>plan</th>" + "".join(f'<th class="n">{name}</th>' for name in names) + "<th>why not first</th>"
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return _box(f"<table><tr>{head}</tr>{''.join(rows)}</table>", "ranking")

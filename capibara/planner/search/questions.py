@@ -15,6 +15,7 @@ from capibara.planner.hardware import chips
 
 _LARGEST = 1e18  # tokens, seconds, ...: larger numbers are typing errors
 _MOST_ROWS = 10**9  # per step
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 # Flags that must be numbers above 0, each with an example.
 _EXAMPLES = {
     "length": "4096",
@@ -58,6 +59,19 @@ class SliceGoal(enum.StrEnum):
 SLICE_GOALS = tuple(SliceGoal)
 
 
+def count(text: str) -> float:
+    """A number with an optional suffix: "2e11", "20B", "1.5T".
+
+    Raises:
+      argparse.ArgumentTypeError: it is none.
+    """
+    factor = _SUFFIXES.get(text[-1:].upper())
+    try:
+        return float(text[:-1]) * factor if factor else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number, such as 2e10, 20B or 1.5T") from None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `plan`. Imports nothing slow, so that --help is fast."""
     goals = "; ".join(f"{name}: {text}" for name, text in GOALS.items())
@@ -68,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--encoder_length", type=int, metavar="N", help="tokens of an encoder's row")
     add("--batch_size", type=int, metavar="N", help="rows per step; default: the run's, or the best")
     add("--goal", default="throughput", choices=tuple(GOALS), metavar="GOAL", help=goals)
-    add("--tokens", type=float, metavar="N", help="total training tokens, for days, dollars and advice")
-    add("--tokens_per_s", type=float, metavar="N", help="of all chips together, for target_throughput")
+    add("--tokens", type=count, metavar="N", help="total training tokens (2e11, 200B), for days, dollars and advice")
+    add("--tokens_per_s", type=count, metavar="N", help="of all chips together, for target_throughput")
     add("--max_days", type=float, metavar="N", help="longest training time, for cheapest")
     add("--usd_per_chip_hour", type=float, metavar="X", help="replaces the list price")
     add("--headroom", type=float, default=0.06, metavar="X", help="share of the HBM to keep free")
