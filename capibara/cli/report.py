@@ -79,5 +79,5 @@ def _price(run: RunFacts, usd: float | None) -> Price | None:
         return None
     return Price(
         chip.price.usd / chip.devices,
-        f"at the list price of {chip.name}, {chip.price.usd:g} US dollars a chip-hour ({chip.price.date})",
+        f"at the list price of {chip.name}, {chip.price.usd:g} US dollars a chip-hour ({chip.price.describe()})",
     )

@@ -106,11 +106,19 @@ def test_the_place_may_stand_in_a_gin_file(cwd, capsys):
 
 def test_facts_of_the_planner(capsys):
     assert run(*GKE, "--slice=v5e-8", "--budget_usd=96") == 0
-    assert capsys.readouterr().err.splitlines()[:3] == [
-        "job run: v5e-8, 8 v5e chips on 1 host (ct5lp-hightpu-8t)",
-        "price: 9.60 USD an hour (list price of 2025-02)",
-        "budget: 96.00 USD, which ends the job after 10.00 hours of a start",
-    ]
+    job, price, budget, _, time = capsys.readouterr().err.splitlines()
+    assert job == "job run: v5e-8, 8 v5e chips on 1 host (ct5lp-hightpu-8t)"
+    assert re.fullmatch(r"price: 9\.60 USD an hour \(list price of 2025-02, \d+ months old\)", price)
+    assert budget == "budget: 96.00 USD, which ends the job after 10.00 hours of a start"
+    assert re.fullmatch(r"predicted: [\d,]+ steps in [\d.e-]+ hours, 0\.00 USD, without interruptions", time)
+
+
+def test_days_and_price_are_those_of_the_planner(capsys):
+    flags = ("--slice=v5e-8", "--usd_per_chip_hour=2", "--gin.TRAIN_STEPS=2_000_000_000")
+    assert run(*GKE, *flags) == 0
+    found = re.search(r"2,000,000,000 steps in (.*) days, (.*) USD", capsys.readouterr().err)
+    days, usd = (float(text.replace(",", "")) for text in found.groups())
+    assert days > 1 and usd == pytest.approx(8 * 2 * 24 * days, rel=0.05)
 
 
 def test_what_was_staged_runs_on_a_host(cwd, tmp_path_factory, capsys):

@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capibara.cli.composition import group_facts
 from capibara.storage import stores
+
+if TYPE_CHECKING:
+    from capibara.planner.model.choice import Choice
+    from capibara.planner.model.cost import Cost
+    from capibara.training.trainer import Trainer
 
 _ABOUT = {
     "whole": "its manifest is whole; capibara convert verify compares the hashes of its files",
@@ -52,24 +57,35 @@ def plan(folder: str) -> dict[str, Any]:
     os.environ["JAX_PLATFORMS"] = "cpu"  # computes only shapes
     from capibara import config
     from capibara.cli.composition import inspected_run
-    from capibara.planner.hardware import slices
-    from capibara.planner.model import choice, cost, memory, workload
-    from capibara.planner.search import splits
     from capibara.training import run_folder
 
     config.parse((), (), (), run_folder.recorded(folder))
     run = inspected_run.run_of_gin()
     if run.plan.slice is None:
         return {"unavailable": "the run's configuration names no slice (Plan.slice)"}
+    chosen, expected, peak_bytes = prediction(run)
+    predicted = {"step_s": expected.step_s, "tokens_per_s": expected.tokens_per_s, "mfu": expected.mfu}
+    predicted["peak_bytes"] = peak_bytes
+    about = {"slice": expected.slice_.title, "plan": chosen.describe(), "bound by": str(expected.bound)}
+    return {"predicted": predicted, "plan": about, "unavailable": None}
+
+
+def prediction(run: Trainer) -> tuple[Choice, Cost, float]:
+    """The plan of a run that names a slice, what a step costs, and the peak bytes of a device: a prediction.
+
+    Raises:
+      UserError: the planner does not know what the run's step needs, or the plan does not fit the slice's devices.
+    """
+    from capibara.planner.hardware import slices
+    from capibara.planner.model import choice, cost, memory, workload
+    from capibara.planner.search import automatic, splits
+
+    run, _ = automatic.planned(run)
     workload.check_ordinary(run)
-    slice_, work = slices.parse(run.plan.slice), workload.of_run(run)
+    slice_, work = slices.parse(str(run.plan.slice)), workload.of_run(run)
     part = splits.training_part(run, slice_)
     chosen = choice.of_plan(run.plan, work, part.devices)
-    expected = cost.cost(work, chosen, part)
-    predicted = {"step_s": expected.step_s, "tokens_per_s": expected.tokens_per_s, "mfu": expected.mfu}
-    predicted["peak_bytes"] = memory.memory(work, chosen, part.chip).peak
-    about = {"slice": part.title, "plan": chosen.describe(), "bound by": str(expected.bound)}
-    return {"predicted": predicted, "plan": about, "unavailable": None}
+    return chosen, cost.cost(work, chosen, part), memory.memory(work, chosen, part.chip).peak
 
 
 def questions(roots: Sequence[str]) -> dict[str, Callable[[str], dict[str, Any]]]:

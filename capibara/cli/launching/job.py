@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.dry_run:
         bundle.stage(spec.bundle, sources)
         spec_file.write(backend, spec)
-    print("".join(f"{line}\n" for line in facts(spec)), end="", file=sys.stderr)
+    print("".join(f"{line}\n" for line in [*facts(spec), *_duration(spec)]), end="", file=sys.stderr)
     if is_shown:
         print(rendered.text(), end="")
         return 0
@@ -67,15 +67,30 @@ def facts(spec: JobSpec) -> list[str]:
     machine = f" ({slice_.machine_type})" if slice_.machine_type else ""
     lines = [f"job {spec.name}: {slice_.name}, {slice_.chips} {slice_.chip.name} chips on {hosts}{machine}"]
     if spec.usd_per_hour is not None:
-        dated = (
-            f" (list price of {slice_.chip.price.date})" if spec.usd_per_chip_hour is None and slice_.chip.price else ""
-        )
+        price = slice_.chip.price if spec.usd_per_chip_hour is None else None
+        dated = f" ({price.describe()})" if price else ""
         lines.append(f"price: {spec.usd_per_hour:,.2f} USD an hour{dated}")
     if spec.longest_s is not None:
         lines.append(
             f"budget: {spec.budget_usd:,.2f} USD, which ends the job after {spec.longest_s / 3600:.2f} hours of a start"
         )
     return [*lines, f"files: {spec.bundle.url}"]
+
+
+def _duration(spec: JobSpec) -> list[str]:
+    """How long the run of the parsed Gin files takes on the job's chips without interruption, and its price: a prediction."""
+    from capibara.cli.composition import inspected_run, run_facts
+
+    run = inspected_run.run_of_gin()
+    try:
+        _, cost, _ = run_facts.prediction(run)
+    except UserError as error:
+        return [f"predicted time: none, {error}"]
+    tokens = run.steps * cost.tokens
+    days, usd = cost.days(tokens), cost.usd(tokens, spec.usd_per_chip_hour)
+    time = f"{days:,.1f} days" if days >= 1 else f"{24 * days:.2g} hours"
+    price = "" if usd is None else f", {usd:,.2f} USD"
+    return [f"predicted: {run.steps:,} steps in {time}{price}, without interruptions"]
 
 
 def job_of(args: argparse.Namespace, kind: type[Backend]) -> tuple[Backend, JobSpec, bundle.Sources]:

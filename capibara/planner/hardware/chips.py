@@ -16,6 +16,7 @@ figures in [book], which are closer to what collectives reach, and are used here
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping
 
 from capibara.core.fields import did_you_mean
@@ -42,6 +43,12 @@ class Price:
     date: str
     source: str
     region: str
+
+    def describe(self) -> str:
+        """Its date, and its age where that is a quarter of a year or more: prices change."""
+        today, year, month = datetime.date.today(), *map(int, self.date.split("-")[:2])
+        months = 12 * (today.year - year) + today.month - month
+        return f"list price of {self.date}" + (f", {months} months old" if months > 2 else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,7 @@ def summary(best: Ranked, work: Workload, slice_: Slice, tokens: float | None, u
     hourly = slice_.price_per_hour(usd)
     if hourly is not None:
         price = slice_.chip.price
-        source = f"list price of {price.date}, {price.source}" if usd is None and price else "your price"
+        source = f"{price.describe()}, {price.source}" if usd is None and price else "your price"
         yield f"{hourly:,.2f} USD an hour ({source})"
     if tokens:
         spent = cost.usd(tokens, usd)

@@ -1,6 +1,7 @@
 """Specifications of chips: figures that must agree with each other and with other publications."""
 
 import dataclasses
+import datetime
 
 import pytest
 
@@ -108,6 +109,18 @@ def test_prices_say_where_they_are_from():
             assert 0.5 < chip.price.usd < 20 and chip.price.date.startswith("20")
             assert chip.price.source and chip.price.region
     assert {chip.name for chip in TPUS if not chip.price} == {"tpu7x"}  # none was found
+
+
+def test_an_old_price_says_its_age(monkeypatch):
+    class Day(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2026, 11, 30)
+
+    monkeypatch.setattr(chips.datetime, "date", Day)
+    price = chips.chip("v5e").price
+    for date, age in (("2025-02", ", 21 months old"), ("2026-08-31", ", 3 months old"), ("2026-11", "")):
+        assert dataclasses.replace(price, date=date).describe() == f"list price of {date}{age}"
 
 
 def test_a_chip_can_be_a_key_and_be_altered():
