@@ -106,6 +106,13 @@ class BatchFeed:
         ahead = None if self.provider is None else self.provider.read_ahead
         return merge_states(hosts.gathered(ahead.state if ahead else self._unused or self._batches.get_state()))
 
+    def epochs(self) -> float | None:
+        """The passes over the data that the run has read in all its starts; None: not known."""
+        try:
+            return self._batches.epochs()
+        except (UserError, OSError):  # of rows that the run does not need
+            return None
+
     def close(self) -> None:
         """Stops what makes batches beside the steps, until the next `begin`."""
         if self.provider is not None:

@@ -260,6 +260,8 @@ class _Loop:
         reason = "interrupted" if signal_number else "early_stopping" if stopped else hooks.reason
         if (line := hooks.closing(step)) is not None:
             callbacks.on_status(line)
+        if signal_number is None and (epochs := self.data.epochs()) is not None:
+            callbacks.on_status(f"step {step}: {epochs:.3g} epochs of the data were read")
         callbacks.on_spent(step, meter.spent())
         callbacks.on_train_end(step, reason)
         return Outcome(step, reason, signal_number)

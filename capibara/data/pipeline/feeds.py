@@ -80,6 +80,10 @@ class Feed(abc.ABC):
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
         """Identifies the document at one of a row's `positions`, for reports."""
 
+    def epochs(self, states: Sequence[State]) -> float | None:
+        """The passes over the data before `states`, for an endless feed; None: not known. It may read a window again."""
+        return None
+
     @abc.abstractmethod
     def data_fingerprint(self) -> dict[str, Any]:
         """A JSON value that is equal only for the same documents in the same order."""
@@ -158,6 +162,18 @@ class SourceFeed(Feed):
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
         return self._reader(0, 1).name(position)
 
+    def epochs(self, states: Sequence[State]) -> float | None:
+        if self._ranges:  # each source has passes of its own
+            return None
+        begin, count = states[0], self.share.batch_size
+        epochs = self._reader(self.first_row, count).epochs
+        if not begin.row:
+            return epochs(begin.document)
+        # Rows of a window are shuffled: what was read is its share, and only its rows tell how many it has.
+        window = [row.state for row in _to_reset(self.stream(self.first_row, count, begin))]
+        share = begin.row / (begin.row + len(window))
+        return (1 - share) * epochs(begin.document) + share * epochs(window[-1].document)
+
     def row_streams(self, first: int, states: Sequence[State]) -> list[Iterator[Row]]:
         """Opens the streams of the global rows from `first` on, at `states`."""
         return [self.stream(first + i, self.share.batch_size, state) for i, state in enumerate(states)]
@@ -202,6 +218,14 @@ class SourceFeed(Feed):
             within = self._ranges[part]
         read = functools.partial(DocumentReader, within=within, size=size)
         return read(documents, dataset, tally, index=index, count=count, shuffles=shuffles, epochs=epochs, need=need)
+
+
+def _to_reset(rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows up to the last of the window."""
+    for row in rows:
+        yield row
+        if not row.state.row:
+            return
 
 
 def _objective_settings(dataset: Dataset) -> dict[str, Any]:

@@ -219,6 +219,12 @@ class Loader:
         named = [[feed.name(position) for position in row.positions()] for row in rows]
         return {"first_row": self._share.first_row, "rows": named}
 
+    def epochs(self) -> float | None:
+        """The passes over the data of the consumed batches; None: not known."""
+        if self._rows is None or self._share.epochs is not None:
+            return None
+        return self._opened().epochs(self._rows)
+
     def get_state(self) -> dict[str, Any]:
         """The state after the consumed batches, as JSON; prefetched batches do not matter."""
         if self._rows is None and self._restored is not None:

@@ -83,6 +83,10 @@ class Reader(abc.ABC):
         """Identifies a document by its position in the data, for reports."""
 
     @abc.abstractmethod
+    def epochs(self, number: int) -> float:
+        """The passes over the corpus before document `number` of the stream; of blocks without the group that is read."""
+
+    @abc.abstractmethod
     def _groups_from(self, begin: int) -> Iterator[list[Found]]:
         """Yields documents from number `begin` on, in groups; may begin to read before it is iterated."""
 
@@ -185,6 +189,9 @@ class DocumentReader(Reader):
         epoch, number = position_in_epoch(size, at, self._seed)
         return {"document": start + number, "epoch": epoch}
 
+    def epochs(self, number: int) -> float:
+        return number * self._count / self._size
+
     def _groups_from(self, begin: int) -> Iterator[list[Found]]:
         first, group, is_own = begin, 1, user_modules.own_class(self._documents) is not None
         while at_positions := positions_of(self._index, self._count, first, group, self._epochs, self._size):
@@ -221,6 +228,9 @@ class BlockReader(Reader):
     def name(self, position: tuple[int, ...]) -> dict[str, Any]:
         epoch, block, number = position
         return {**self._blocks.name(block), "document": number, "epoch": epoch}
+
+    def epochs(self, number: int) -> float:
+        return number // GROUP * self._together * self._count / len(self._blocks)
 
     def _groups_from(self, begin: int) -> Iterator[list[Found]]:
         return self._split(begin, self._start_group(begin // GROUP))

@@ -499,3 +499,16 @@ def test_the_documents_of_a_private_batch_are_named(corpus):
         for row, segments, names in zip(batch["targets"], batch["segment_ids"], named, strict=True):
             text = ByteVocabulary().decode(row[segments > 0])
             assert [documents.example(name["document"]).text[:8] for name in names] == ([text[:8]] if text else [])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("window", [{}, {"window_documents": 400}])  # a window of five passes
+def test_passes_over_the_data_are_counted(corpus, shuffle, window):
+    dataset = make_dataset(corpus, shuffle=shuffle, **window)
+    loader = make_loader(dataset, batch_size=BATCH)
+    assert loader.epochs() is None  # before the first batch
+    begun, size = 0, len(dataset.documents("train"))
+    for count in (3, 20, 77):
+        begun += sum(ledger(take(loader, count)).values())
+        assert loader.epochs() == pytest.approx(begun / size, abs=0.25)  # a window of the first row
+    loader.close()
