@@ -10,6 +10,7 @@ import re
 import pytest
 
 from capibara.monitoring.dashboard import app
+from capibara.monitoring.metrics_file import goodput
 
 STATIC = pathlib.Path(app.__file__).resolve().parent / "static"
 SCRIPTS = sorted(STATIC.glob("*.js"))
@@ -119,6 +120,13 @@ def test_the_addresses_that_are_asked_for_are_routes():
     }
     assert len(asked) > 8
     assert not [address for address in asked if not any(re.fullmatch(one, address) for one in patterns)]
+
+
+def test_the_parts_of_the_time_have_looks_of_their_own():
+    (listed,) = re.findall(r"const PART_SLOTS = \{(.*?)\}", text_of(STATIC / "parts.js"), re.DOTALL)
+    slots = {name.strip(' "'): int(slot) for name, slot in re.findall(r"([\w \"]+): (\d+)", listed)}
+    assert {*slots} == {name.replace("_", " ") for name in goodput.CATEGORIES}
+    assert len({*slots.values()}) == len(slots) and max(slots.values()) <= 2 * RUN_COLOURS
 
 
 def test_classes_of_the_style_sheets_are_used():

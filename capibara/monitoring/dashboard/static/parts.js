@@ -100,6 +100,22 @@ export function figuresOf(run) {
   ];
 }
 
+/** The colour of each part of a run's time; above 8 they begin again, striped. */
+const PART_SLOTS = {
+  productive: 3,
+  lost: 2,
+  down: 4,
+  "data wait": 5,
+  save: 6,
+  "set up": 1,
+  start: 7,
+  other: 8,
+  rollout: 9,
+  evaluate: 13,
+  restore: 12,
+  reference: 14,
+};
+
 /** Where the time of a run went, as a bar and as a list. */
 export function goodputCard(answer) {
   const head = h(
@@ -125,19 +141,11 @@ export function goodputCard(answer) {
       ),
     );
   }
-  const slots = {
-    productive: 3,
-    lost: 2,
-    down: 4,
-    "data wait": 5,
-    checkpoint: 6,
-    "set up": 1,
-    start: 7,
-    compile: 6,
-    restore: 7,
-    other: 8,
-  };
-  const colour = (name) => `var(--series-${slots[name] ?? 8})`;
+  const slot = (name) => PART_SLOTS[name] ?? 8;
+  const look = (name, more) => ({
+    class: [more, slot(name) > 8 && "striped"].filter(Boolean).join(" "),
+    vars: { "background-color": `var(--series-${((slot(name) - 1) % 8) + 1})` },
+  });
   const words = answer.parts.map((part) => `${part.name} ${percent(part.share)}`).join(", ");
   return h(
     "figure",
@@ -149,7 +157,8 @@ export function goodputCard(answer) {
       answer.parts.map((part) =>
         h("span", {
           title: `${part.name}: ${percent(part.share)}`,
-          vars: { "flex-grow": String(Math.max(part.share, 0.001)), "background-color": colour(part.name) },
+          class: look(part.name).class,
+          vars: { "flex-grow": String(Math.max(part.share, 0.001)), ...look(part.name).vars },
         }),
       ),
     ),
@@ -160,7 +169,7 @@ export function goodputCard(answer) {
         h(
           "li",
           {},
-          h("span", { class: "swatch block", vars: { "background-color": colour(part.name) } }),
+          h("span", look(part.name, "swatch block")),
           h("span", {}, visible(part.name)),
           h("span", { class: "num" }, percent(part.share), h("small", {}, duration(part.seconds))),
         ),
