@@ -14,9 +14,13 @@ from capibara.api.opening import model_config as model_config
 from capibara.api.planning import PlannedRun as PlannedRun
 from capibara.api.planning import plan as plan
 from capibara.api.planning import prove as prove
+from capibara.api.preparing import index as index
+from capibara.api.preparing import prepare_executions as prepare_executions
+from capibara.api.preparing import prepare_index as prepare_index
+from capibara.api.preparing import prepare_playbooks as prepare_playbooks
+from capibara.api.preparing import prepare_routing as prepare_routing
 from capibara.api.results import TrainingResult as TrainingResult
-from capibara.api.retrieval import index as index
-from capibara.api.retrieval import prepare_index as prepare_index
+from capibara.api.serving import dashboard as dashboard
 from capibara.api.serving import serve as serve
 from capibara.api.sweeping import SweepResult as SweepResult
 from capibara.api.sweeping import sweep as sweep

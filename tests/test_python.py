@@ -22,7 +22,7 @@ from capibara.multihost import exits
 
 # What Python alone has: a model, its data, and the verbs as functions.
 PYTHON = """
-Comparison LanguageModel PlannedRun SequentialStopping SweepResult TrainingResult compare convert cpo distill dpo evaluate expert_statistics finetune grpo index kto load merge model_config orpo plan prepare_index prepare_rope process_reward_model prove
+Comparison LanguageModel PlannedRun SequentialStopping SweepResult TrainingResult compare convert cpo dashboard distill dpo evaluate expert_statistics finetune grpo index kto load merge model_config orpo plan prepare_executions prepare_index prepare_playbooks prepare_rope prepare_routing process_reward_model prove
 read_run rewire reward_model serve simpo sweep train write_data
 """.split()
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent

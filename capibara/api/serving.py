@@ -1,9 +1,9 @@
-"""Serves a loaded model over HTTP with OpenAI's API: `capibara.serve`."""
+"""Serves over HTTP: a loaded model with OpenAI's API (`capibara.serve`), and runs in a browser (`capibara.dashboard`)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from capibara.core import extras
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
     from capibara.inference.sampling.sampling import Sampling
     from capibara.inference.server.service.service import Served, ServerConfig
+    from capibara.monitoring.dashboard.settings import DashboardConfig
     from capibara.retrieval.tool import SearchTool
 
 _KEY = "CAPIBARA_API_KEY"
@@ -89,3 +90,39 @@ def _served(
         judge=models.reward_model(takes.thinking, "the reward model"),
         tool=None if search is None else retrieving.search_of(search, talk),
     )
+
+
+def dashboard(
+    runs: str | Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    token_file: str | None = None,
+    settings: DashboardConfig | None = None,
+    ready: Callable[[str], None] = print,
+) -> None:
+    """Shows runs in a browser until a signal, such as ctrl-C, as `capibara dashboard` does.
+
+    Args:
+      runs: a run folder or a folder of run folders, here or in a bucket, or several.
+      host, port: where to listen; port 0: any free one.
+      token_file: a file with the token; None: of the environment, or a new one if other machines can connect.
+      settings: of alerts and limits; None: the defaults.
+      ready: called with a line that has the address.
+
+    Raises:
+      UserError: the address cannot be used, or a file cannot be read.
+    """
+    roots = (runs,) if isinstance(runs, str) else tuple(runs)
+    if not roots or not all(isinstance(root, str) for root in roots):
+        raise UserError(f"runs is {runs!r}, must be a folder, or a list of them: try 'runs'")
+    if not 0 <= port < 65536:
+        raise UserError(f"port is {port}, must be from 0 to 65535 (0: any free one): try 8080")
+    for package in ("starlette", "uvicorn", "pyarrow", "regex"):
+        extras.require(package, extra="dashboard", why="capibara.dashboard")
+    from capibara.cli.composition import run_facts
+    from capibara.monitoring.dashboard import server
+    from capibara.monitoring.dashboard.settings import DashboardConfig
+
+    options = server.Options(roots=roots, host=host, port=port, token_file=token_file)
+    server.run(options, settings or DashboardConfig(), run_facts.questions(roots), ready)

@@ -17,6 +17,17 @@ class Loaded(Protocol):
     changes: tuple[str, ...]
 
 
+def file_path(path: object, name: str, example: str) -> str:
+    """The path of a file or folder that is no model, and so is never on the Hub; `name` is the argument's, for errors.
+
+    Raises:
+      UserError: it is no path.
+    """
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise UserError(f"{name} is {path!r}, must be a path: try {example!r}")
+    return os.path.expanduser(os.fspath(path))
+
+
 def path_of(path: object, name: str = "model") -> str:
     """A path as text, of a model on the Hub that of its copy; `name` is the argument's, for errors.
 

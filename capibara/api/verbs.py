@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from capibara.api.stored import Loaded, path_of, stored_path
+from capibara.api.stored import Loaded, file_path, path_of, stored_path
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
 
@@ -163,7 +163,7 @@ def rewire(
         raise UserError(f"the target is {target!r}, must be a new path: try 'pruned'")
     if not isinstance(operation, ExpertOperation):
         raise UserError(f"operation is {operation!r}, must be one such as cb.PruneExperts(experts=4)")
-    statistics = None if statistics is None else path_of(statistics, "statistics")
+    statistics = None if statistics is None else file_path(statistics, "statistics", "statistics.json")
     rewiring.rewire(stored_path(model), target, operation, statistics, format, dtype, ModelReader(trust=trust))
     return target
 
@@ -209,7 +209,7 @@ def prepare_rope(
         raise UserError(f"data is {short(data)}, must be a path, or a list of paths")
     with models.PARSING:
         subject = models.open_subject(stored_path(model), step=step, weights=weights, trust=trust)
-    return extension.extend(subject, files, path_of(out, "out"), length, original_length, settings)
+    return extension.extend(subject, files, file_path(out, "out", "runs/longer"), length, original_length, settings)
 
 
 def evaluate(
