@@ -155,7 +155,7 @@ $(BASE): requirements-base.lock pyproject.toml
 
 # Newer pins begin with an empty environment; one that has all packages already needs no other stamp.
 $(STAMP): requirements.lock pyproject.toml $(if $(wildcard $(STAMP)),,$(BASE))
-	@echo "adding to $(VENV) what tests, pages and the TPU compiler need: a download of about 1.3 GB, some minutes"
+	@echo "adding to $(VENV) what tests, pages and the TPU compiler need: about 1.3 GB to download, some minutes"
 	@set -e; if test -e $@; then $(EMPTY_VENV); fi; \
 	$(INSTALL) -r requirements.lock; \
 	$(INSTALL) --no-build-isolation -e .
