@@ -477,7 +477,7 @@ def test_import_is_light():
 
 @pytest.mark.parametrize("verb", sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem in VERBS))
 def test_help_is_quick(verb):
-    assert best_seconds("-m", f"capibara.{verb}", "--help") < 1.0
+    assert best_seconds("-m", f"capibara.{verb}", "--help") < 0.3
 
 
 def test_the_lowest_rooms_load_without_jax():

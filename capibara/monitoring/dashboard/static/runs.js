@@ -190,11 +190,11 @@ class RunsPage {
     this.rows = new Map();
     const columns = [
       ["Status"],
-      ["Loss over time"],
+      ["Loss over time", false, "curve"],
       ["Steps"],
       ["Loss", true],
       ["Eval loss", true],
-      ["Perplexity", true],
+      ["Perplexity", true, "minor"],
       ["Tokens/s", true],
       ["MFU", true],
       ["Goodput", true],
@@ -205,7 +205,9 @@ class RunsPage {
       {},
       h("td", {}, h("span", { class: "sr-only" }, "Compare")),
       h("th", { scope: "col" }, "Run"),
-      columns.map(([text, isNumber]) => h("th", { scope: "col", class: isNumber ? "right" : null }, text)),
+      columns.map(([text, isNumber, more]) =>
+        h("th", { scope: "col", class: [isNumber && "right", more].filter(Boolean).join(" ") || null }, text),
+      ),
     );
     return h(
       "div",
