@@ -1,19 +1,20 @@
-"""A Hub on this machine with one repository, me/small: what its clients ask of a model or of a data set."""
+"""A Hub on this machine with one repository, me/small: what its clients ask of a model or of a data set, and send of a model."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import http.server
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @contextlib.contextmanager
-def running(kind: str, files: Mapping[str, bytes]) -> Iterator[str]:
+def running(kind: str, files: dict[str, bytes]) -> Iterator[str]:
     """The address of a server with these files; `kind` is "models" or "datasets"."""
     handler = type("Hub", (_Handler,), {"kind": kind, "files": files})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -30,13 +31,47 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     kind: str
-    files: Mapping[str, bytes]
+    files: dict[str, bytes]
 
     def do_HEAD(self):
         self._answer(with_body=False)
 
     def do_GET(self):
         self._answer(with_body=True)
+
+    def do_POST(self):
+        """A repository that is made, and a commit whose files are in `files` afterwards."""
+        path, body = self.path.partition("?")[0], self._body()
+        if path == "/api/repos/create":
+            self._send(json.dumps({"url": f"http://{self.headers['Host']}/me/small"}).encode(), True)
+        elif path == "/api/models/me/small/preupload/main":
+            rows = [
+                {"path": row["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for row in json.loads(body)["files"]
+            ]
+            self._send(json.dumps({"files": rows}).encode(), True)
+        elif path == "/api/models/me/small/commit/main":
+            lines = [json.loads(line) for line in body.splitlines()]
+            sent = [line["value"] for line in lines if line["key"] == "file"]
+            self.files.update({value["path"]: base64.b64decode(value["content"]) for value in sent})
+            commit = {
+                "success": True,
+                "commitOid": COMMIT,
+                "commitUrl": f"http://{self.headers['Host']}/me/small/commit/{COMMIT}",
+            }
+            self._send(json.dumps(commit).encode(), True)
+        else:
+            self._send(json.dumps({"errors": [], "warnings": []}).encode(), True)  # of a model card
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline(), 16):
+            chunks.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(chunks)
 
     def _answer(self, with_body: bool) -> None:
         path = self.path.partition("?")[0]

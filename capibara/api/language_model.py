@@ -27,7 +27,9 @@ from capibara.inference.thinking.answering import Asked, Thinker
 from capibara.inference.thinking.reward_model import RewardModel
 from capibara.inference.thinking.strategy import Answer, Scores, Strategy
 from capibara.interop import hub
+from capibara.interop.hf import model_card
 from capibara.interop.open_model import LoadedModel
+from capibara.storage import outputs
 
 if TYPE_CHECKING:
     from capibara.training.trainer import Trainer
@@ -231,7 +233,11 @@ class LanguageModel(ScoredModel):
           UserError: the Hub refuses it, or cannot be reached.
         """
         with tempfile.TemporaryDirectory() as folder:
-            return hub.push(self.save(os.path.join(folder, "model"), "hf", dtype), name, private=private)
+            saved = self.save(os.path.join(folder, "model"), "hf", dtype)
+            if not os.path.exists(path := os.path.join(saved, model_card.CARD)):  # of a model that came without one
+                head, count = {"model_name": name.rpartition("/")[2], "tags": ["capibara"]}, self.model.param_count
+                outputs.save(path, model_card.card(head, f"{count:,} parameters, trained with capibara.").decode())
+            return hub.push(saved, name, private=private)
 
 
 def _texts(model: LanguageModel, prompts: Sequence[str], options: Sampling, adapter: str | None) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import capibara as cb
+from capibara.interop import hub
 
 QA = cb.EvalTask(files=("qa.jsonl",), metrics=(cb.exact_match,))
 
@@ -223,3 +224,13 @@ def test_a_machine_without_a_tpu_is_not_asked_for_one(folder):
     code = f"import capibara as cb; print(cb.load({f'{folder}/hf'!r}).step)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.stdout, done.stderr) == ("None\n", "")
+
+
+def test_a_model_is_pushed_with_its_card(folder, monkeypatch):
+    """That of its folder, or a new one."""
+    cards = {}
+    monkeypatch.setattr(
+        hub, "push", lambda path, name, private: cards.setdefault(name, open(f"{path}/README.md").read())
+    )
+    cb.load(f"{folder}/hf").push_to_hub("me/small")
+    assert "model_name: small" in cards["me/small"] and "parameters, trained with capibara." in cards["me/small"]

@@ -112,6 +112,31 @@ def test_a_model_is_pushed_as_private_as_it_is_asked(monkeypatch, tmp_path):
         hub.push(str(tmp_path), "me/small")
 
 
+def test_what_is_pushed_arrives(tmp_path):
+    """By the Hub's own library, which the answers of a server satisfy."""
+    files = {
+        "config.json": b"{}",
+        "model.safetensors": bytes(range(256)) * 9,
+        "README.md": b"---\nlicense: mit\n---\n# A",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    arrived: dict[str, bytes] = {}
+    with hub_server.running("models", arrived) as address:
+        code = "import sys\nfrom capibara.interop import hub\nprint(hub.push(sys.argv[1], 'me/small'))"
+        own = {
+            "HF_ENDPOINT": address,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": "hf_none",
+            "PYTHONPATH": os.getcwd(),
+        }
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | own, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{address}/me/small"
+    assert {name: content for name, content in arrived.items() if not name.startswith("home/")} == files
+
+
 def test_without_the_library_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match=r"huggingface_hub is not installed \(needed for me/small.*\[hf\]"):
