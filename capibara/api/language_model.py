@@ -234,10 +234,16 @@ class LanguageModel(ScoredModel):
         """
         with tempfile.TemporaryDirectory() as folder:
             saved = self.save(os.path.join(folder, "model"), "hf", dtype)
-            if not os.path.exists(path := os.path.join(saved, model_card.CARD)):  # of a model that came without one
-                head, count = {"model_name": name.rpartition("/")[2], "tags": ["capibara"]}, self.model.param_count
-                outputs.save(path, model_card.card(head, f"{count:,} parameters, trained with capibara.").decode())
+            _write_card(saved, name.rpartition("/")[2], self.model.param_count)
             return hub.push(saved, name, private=private)
+
+
+def _write_card(folder: str, name: str, param_count: int) -> None:
+    """Writes a model card into the folder of a model that came without one."""
+    if not os.path.exists(path := os.path.join(folder, model_card.CARD)):
+        head: dict[str, str | list[str]] = {"model_name": name, "tags": ["capibara"]}
+        body = f"{param_count:,} parameters, trained with capibara."
+        outputs.save(path, model_card.card(head, body).decode())
 
 
 def _texts(model: LanguageModel, prompts: Sequence[str], options: Sampling, adapter: str | None) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from capibara.planner.compiler.verify import VerifiedRanking
 from capibara.planner.hardware.chips import GIB
@@ -92,7 +92,7 @@ def _box(content: str, label: str) -> str:
     return f'<div class="box" tabindex="0" role="region" aria-label="{label}">{content}</div>'
 
 
-def _pre(lines: Sequence[str]) -> str:
+def _pre(lines: Iterable[str]) -> str:
     return f'<pre tabindex="0">{html.escape(chr(10).join(lines))}</pre>'
 
 
