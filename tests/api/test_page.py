@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import matplotlib
@@ -79,11 +80,16 @@ def answer_of(block: str, path: str, body: bytes | None = None) -> str:
         try:
             for _ in range(600):
                 assert server.poll() is None, "the block has ended"
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(
+                    ConnectionError, urllib.error.URLError
+                ):  # not yet; an error of HTTP is an answer
                     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body)
                     request.add_header("Content-Type", "application/json")
-                    with urllib.request.urlopen(request, timeout=300) as answer:
-                        return answer.read().decode()
+                    try:
+                        with urllib.request.urlopen(request, timeout=300) as answer:
+                            return answer.read().decode()
+                    except urllib.error.HTTPError as error:
+                        raise AssertionError(error.read().decode()) from None
                 time.sleep(0.5)
             raise AssertionError("no answer in 300 s")
         finally:
@@ -133,7 +139,7 @@ def test_every_class_of_the_designs_has_a_block():
 @pytest.mark.heavy
 def test_the_blocks_that_serve_answer(there, capsys):
     cb.finetune("SmolLM2-135M-Instruct", "chats.jsonl", "runs/mine", steps=1, batch_size=8, length=64)
-    asked = {"messages": [{"role": "user", "content": "2 + 1?"}], "max_tokens": 4}
+    asked = {"model": "mine", "messages": [{"role": "user", "content": "2 + 1?"}], "max_tokens": 4}
     answer = json.loads(answer_of(server_of(PAGE), "/v1/chat/completions", json.dumps(asked).encode()))
     assert answer["choices"][0]["message"]["role"] == "assistant" and answer["model"] == "mine"
     runs = json.loads(answer_of(server_of(PAGE.with_name("design_names.md")), "/api/runs"))["runs"]
