@@ -109,7 +109,7 @@ class ShardedSource(Source):
         explicit = bool(self.validation_files or held_out)
         if name == "validation_files":
             paths, left_out = self._paths(parameter, self.validation_files, Use.VALIDATION)
-            disk.tell_overlap("ShardedSource", self.files, self.validation_files, self._is_shard, True)
+            disk.tell_overlap("ShardedSource", self.files, self.validation_files, self._is_shard, self._has_splits)
         else:
             patterns = held_out if held_out and split == "validation" else self.files
             paths, left_out = self._paths(parameter, patterns, Use.TRAINING)
@@ -141,7 +141,8 @@ class ShardedSource(Source):
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             inner, besides = [pattern], 0
             if os.path.isdir(pattern):
-                members, besides = folders.inside(parameter, pattern, self._is_shard, "shards", self._use(use))
+                of_folder = use if self._has_splits(pattern) else Use.ALL
+                members, besides = folders.inside(parameter, pattern, self._is_shard, "shards", of_folder)
                 inner = [member.path for member in members]
             paths, left_out = paths + inner, left_out + besides
         return paths, left_out
@@ -149,16 +150,23 @@ class ShardedSource(Source):
     def _held_out(self, parameter: str) -> list[str]:
         """The shards of the validation splits of folders on this machine."""
         patterns = (self.files,) if isinstance(self.files, str) else self.files
-        local = [pattern for pattern in patterns if os.path.isdir(pattern)]
-        return folders.held_out(parameter, local, self._is_shard) if self._use(Use.TRAINING) is not Use.ALL else []
+        local = [pattern for pattern in patterns if os.path.isdir(pattern) and self._has_splits(pattern)]
+        return [member.path for member in folders.held_out(parameter, local, self._is_shard)]
 
-    def _use(self, use: Use) -> Use:
-        """Folders of texts, such as programs with their tests, have no splits."""
-        return Use.ALL if self.format is Format.TEXT else use
+    def _has_splits(self, folder: str) -> bool:
+        """Whether a folder is a data set: one of texts, such as programs with their tests, is not."""
+        members = folders.of_use("ShardedSource.files", folder, self._is_shard, Use.ALL)
+        return any(self._format_of(member.name) is not Format.TEXT for member in members)
 
     def _is_shard(self, name: str) -> bool:
+        if name in splits.METADATA or name == splits.CARD and self.format is not Format.TEXT:
+            return False
+        return self._format_of(name) is not None
+
+    def _format_of(self, name: str) -> Format | None:
+        """The format of a folder's file; None: it is no shard."""
         result = _format_of(packed.plain_name(name))
-        return result is not None and self.format in (None, result) and name not in splits.METADATA
+        return result if self.format in (None, result) else None
 
     def _plain(self, parameter: str, shards: list[indexes.Entry]) -> list[indexes.Entry]:
         """The files, with plain copies in place of those that are compressed or not in UTF-8."""

@@ -52,12 +52,12 @@ def held_out(files: Sequence[str], folder: str, show: Show = lambda topic, detai
     for name in filter(is_folder, files):
         if _is_saved(name):
             result += [
-                _of_table(f"{name}:{key}", table, folder, show)
+                _of_table(_title(name, key), table, folder, show)
                 for key, table in _saved(name).items()
                 if splits.named(key) is Split.VALIDATION
             ]
         else:
-            result += [_of_file(path, folder, show) for path in folders.held_out(name, [name], _is_file)]
+            result += [_of_file(member.path, folder, show) for member in folders.held_out(name, [name], _is_file)]
     return tuple(result)
 
 
@@ -106,7 +106,7 @@ def _as_lines(name: str, folder: str, show: Show, use: Use) -> list[str]:
     if is_folder(name):
         if _is_saved(name):
             tables = _saved(name)
-            return [_of_table(f"{name}:{key}", tables[key], folder, show) for key in _chosen(name, [*tables], use)]
+            return [_of_table(_title(name, key), tables[key], folder, show) for key in _chosen(name, [*tables], use)]
         members, _ = folders.inside("the data", name, _is_file, "tables", use)
         return [_of_file(member.path, folder, show) for member in members]
     if _is_file(name):
@@ -133,7 +133,8 @@ def _chosen(name: str, keys: Sequence[str], use: Use) -> list[str]:
     labels = {key: splits.named(key) for key in keys}
     split = next((split for split in use.value if split in labels.values()), None)
     result = [key for key in keys if split is not None and labels[key] is split]
-    if not result and len(keys) > 1:
+    is_of_others = not result and (len(keys) > 1 or use is Use.TRAINING and labels[keys[0]] is not None)
+    if is_of_others or use is Use.TRAINING and len(result) > 1:  # which may have other columns
         raise UserError(f"{name} has the splits {', '.join(keys)}: name the folder of one, such as {name}/{keys[0]}")
     if result and len(result) < len(keys):
         others = ", ".join(key for key in keys if key not in result)
@@ -143,14 +144,18 @@ def _chosen(name: str, keys: Sequence[str], use: Use) -> list[str]:
 
 
 def _saved(name: str) -> dict[str, Any]:
-    """The splits of a folder of `save_to_disk`; a data set without splits has the name of its folder."""
+    """The splits of a folder of `save_to_disk`; the key of a data set without splits is empty."""
     datasets = extras.require("datasets", extra="hf", why=f"{name}, which datasets has saved")
     try:
         result = datasets.load_from_disk(name)
     except Exception as error:  # pyarrow and datasets raise many classes
         why = f"{type(error).__name__}: {limits.cause(error, 200)}"
         raise UserError(f"{name} is no data set that can be read ({why}): save it again") from None
-    return dict(result) if isinstance(result, dict) else {os.path.basename(os.path.normpath(name)): result}
+    return dict(result) if isinstance(result, dict) else {"": result}
+
+
+def _title(name: str, key: str) -> str:
+    return f"{name}:{key}" if key else os.path.normpath(name)
 
 
 def _version(entry: Entry) -> str:

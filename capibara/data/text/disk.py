@@ -16,6 +16,7 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import TryAgain, UserError
 from capibara.data.text import folders, plain, splits
+from capibara.data.text.folders import Member
 from capibara.data.text.splits import Use
 from capibara.storage import copies, packed, stores
 from capibara.storage.store import Entry
@@ -136,37 +137,46 @@ def choose_files(
     held_out = [] if validation_files or not kind.has_splits else folders.held_out(parameter, _several(files), kind.has)
     if of_split:
         paths, left_out = listed(parameter, validation_files, kind, Use.VALIDATION)
-        tell_overlap(name, files, validation_files, kind.has, kind.has_splits)
+        tell_overlap(name, files, validation_files, kind.has, lambda folder: kind.has_splits)
+    elif held_out and split == "validation":
+        paths, left_out = _of_members(parameter, held_out), 0
     else:
-        paths, left_out = listed(parameter, held_out if held_out and split == "validation" else files, kind)
+        paths, left_out = listed(parameter, files, kind)
     return Files(parameter, plain.copies_of(parameter, paths, encoding), bool(validation_files or held_out), left_out)
 
 
 def tell_overlap(
-    name: str, files: Sequence[str], validation_files: Sequence[str], is_read: Callable[[str], bool], has_splits: bool
+    name: str,
+    files: Sequence[str],
+    validation_files: Sequence[str],
+    is_read: Callable[[str], bool],
+    has_splits: Callable[[str], bool],
 ) -> None:
     """Warns of files of the source `name` that are for training and for validation.
 
-    `has_splits`: whether folders are data sets with splits. Nothing is read or copied, and training files that are not on this machine, which only evaluates, are no mistake.
+    `has_splits`: whether a folder is a data set with splits. Nothing is read or copied, and training files that are not on this
+    machine, which only evaluates, are no mistake.
     """
-    of_training, of_validation = (Use.TRAINING, Use.VALIDATION) if has_splits else (Use.ALL, Use.ALL)
-    held_out = _addresses(validation_files, is_read, of_validation)
+    held_out = _addresses(validation_files, is_read, has_splits, Use.VALIDATION)
     local = [pattern for pattern in _several(files) if stores.of(pattern).has_local_paths]
     is_local = all(stores.of(path).has_local_paths for path in held_out)
-    common = held_out.keys() & _addresses(local if is_local else files, is_read, of_training).keys()
+    common = held_out.keys() & _addresses(local if is_local else files, is_read, has_splits, Use.TRAINING).keys()
     if common:
         line = "%s.validation_files and files have %d in common, such as %s: their loss is that of training documents"
         logging.getLogger(__name__).warning(line, name, len(common), min(held_out[address] for address in common))
 
 
-def _addresses(patterns: Sequence[str], is_read: Callable[[str], bool], use: Use) -> dict[str, str]:
+def _addresses(
+    patterns: Sequence[str], is_read: Callable[[str], bool], has_splits: Callable[[str], bool], use: Use
+) -> dict[str, str]:
     """The files that patterns name, by their addresses without links; those that cannot be listed are none."""
     by_address: dict[str, str] = {}
     for pattern in _several(patterns):
         store, paths = stores.of(pattern), list[str]()
         with contextlib.suppress(UserError, TryAgain):
             if folders.is_folder(pattern):
-                paths = [member.path for member in folders.of_use("", pattern, is_read, use)]
+                of_folder = use if has_splits(pattern) else Use.ALL
+                paths = [member.path for member in folders.of_use("", pattern, is_read, of_folder)]
             else:
                 paths = [entry.url for entry in store.matching(pattern)]
         by_address |= {os.path.realpath(path) if store.has_local_paths else path: path for path in paths}
@@ -199,15 +209,20 @@ def listed(name: str, patterns: Sequence[str], kind: Kind, use: Use = Use.TRAINI
         if folders.is_folder(pattern):
             members, besides = folders.inside(name, pattern, kind.has, kind.noun, use if kind.has_splits else Use.ALL)
             left_out += besides
-            entries = [member.entry for member in members if member.entry is not None]
-            here = [member.path for member in members]
         else:
-            entries = list(store.matching(pattern))
-            here = [entry.url for entry in entries]
-        if not here:
+            is_local = store.has_local_paths
+            members = [Member(entry.url, entry.url, None if is_local else entry) for entry in store.matching(pattern)]
+        if not members:
             raise UserError(_no_file(name, pattern))
-        paths += here if store.has_local_paths else _copies(name, pattern, entries)
+        paths += _of_members(name, members)
     return list(dict.fromkeys(paths)), left_out
+
+
+def _of_members(name: str, members: Sequence[Member]) -> list[str]:
+    """The paths on this machine, to which files in a bucket are copied."""
+    entries = [member.entry for member in members if member.entry is not None]
+    local = [member.path for member in members if member.entry is None]
+    return list(dict.fromkeys([*local, *(_copies(name, entries) if entries else [])]))
 
 
 def _no_file(name: str, pattern: str) -> str:
@@ -217,13 +232,13 @@ def _no_file(name: str, pattern: str) -> str:
     return f"{name} ({pattern!r}) matches no file"
 
 
-def _copies(name: str, pattern: str, entries: Sequence[Entry]) -> list[str]:
-    """Copies the files that an address or glob matches in a bucket to this machine."""
+def _copies(name: str, entries: Sequence[Entry]) -> list[str]:
+    """Copies files in a bucket to this machine."""
     size = sum(entry.size for entry in entries)
     if size > COPY_BYTES:
         most = COPY_BYTES >> 30
         raise UserError(
-            f"{name} ({pattern!r}) has {size / 2**30:.1f} GiB, at most {most} are copied to this machine: use "
+            f"{name} ({shown([entry.url for entry in entries])}) has {size / 2**30:.1f} GiB, at most {most} are copied to this machine: use "
             "@ShardedSource(), which streams the files"
         )
     return copies.local_files(entries)

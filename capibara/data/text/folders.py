@@ -83,15 +83,13 @@ def of_use(parameter: str, folder: str, is_read: IsRead, use: Use) -> list[Membe
     return [member for member, is_of_use in zip(members, labels, strict=True) if is_of_use]
 
 
-def held_out(parameter: str, patterns: Sequence[str], is_read: IsRead) -> list[str]:
+def held_out(parameter: str, patterns: Sequence[str], is_read: IsRead) -> list[Member]:
     """The files of the validation splits of the folders among training files; none: a fraction is held out."""
-    result: list[str] = []
+    result: list[Member] = []
     for folder in filter(is_folder, patterns):
         members, _ = _members(parameter, folder, is_read)
         labels = splits.of_folder(parameter, folder, [member.name for member in members])
-        result += [
-            member.path for member, label in zip(members, labels, strict=True) if label is splits.Split.VALIDATION
-        ]
+        result += [member for member in members if labels.get(member.name) is splits.Split.VALIDATION]
     return result
 
 

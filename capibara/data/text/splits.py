@@ -6,10 +6,13 @@ training where no other is, and upper case counts as lower case.
 
 from __future__ import annotations
 
+import codecs
 import enum
+import fnmatch
 import glob
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,13 +21,18 @@ import yaml
 
 from capibara.core import limits
 from capibara.core.types import UserError
+from capibara.storage import stores
 
 CARD = "README.md"
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
 """Files beside the data that describe it."""
 _WORDS = re.compile(r"[-._ 0-9]+")
-_MOST_VALUES, _DEPTH = 100_000, 6  # of a card's configurations
-_FRONT = re.compile(rb"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
+_SHARDED = re.compile(r"data/([^/]*)-\d{5}-of-\d{5}[^/]*\.[^/]*", re.ASCII)
+_GLOB = re.compile(r"[*?\[]")
+_MOST_VALUES, _MOST_GLOBS, _DEPTH = 100_000, 1000, 6  # of a card's configurations
+_MOST_NESTED = 100
+_TRUE = ("true", "yes", "on")  # of YAML 1.1
+_FRONT = re.compile(rb"\A---[ \t]*\n(.*?)\n---[ \t]*(?:\n|\Z)", re.DOTALL)
 
 
 class Split(enum.StrEnum):
@@ -58,45 +66,57 @@ _KEYWORDS = {
 }
 
 
-def named(split: str) -> Split | None:
+def named(text: str) -> Split | None:
     """The split that a name such as "train_sft" says; None: it says none."""
-    return _of_words(split)
+    words = {*_WORDS.split(text.lower())}
+    return next((split for split in Split if words & split.keywords), None)
 
 
-def by_names(names: Sequence[str]) -> list[Split | None]:
-    """The split of each file.
+def by_names(names: Sequence[str]) -> dict[str, Split | None]:
+    """The split of each file that is one of the data set.
 
-    If a folder is named after a split, folders decide for all files, otherwise the names of the files.
+    If there are files such as data/train-00000-of-00004.parquet, they alone are the data set. Otherwise, if a folder is named
+    after a split, folders decide for all files, and else the names of the files.
 
     Args:
-      names: paths below the data set's folder.
+      names: paths below the data set's folder, with slashes.
     """
-    by_folder = [_of_folders(os.path.dirname(name)) for name in names]
-    return by_folder if any(by_folder) else [_of_name(os.path.basename(name)) for name in names]
+    sharded = {name: named(match[1]) for name in names if (match := _SHARDED.fullmatch(name))}
+    by_folder = {name: _of_folders(posixpath.dirname(name)) for name in names}
+    if sharded or any(by_folder.values()):
+        return sharded or by_folder
+    return {name: named(posixpath.basename(name).rpartition(".")[0]) for name in names}
 
 
-def by_card(parameter: str, folder: str, names: Sequence[str]) -> list[Split | None] | None:
-    """The split of each file by the card of a folder on this machine; None: the card names none of these files.
+def by_card(parameter: str, folder: str, names: Sequence[str]) -> dict[str, Split | None]:
+    """The split of each file that the configuration of a folder's card names; none: the card names none of these files.
 
     Args:
       parameter: names the folder, for errors.
-      folder: the data set's folder.
-      names: paths below it.
+      folder: the data set's folder, a path or address.
+      names: paths below it, with slashes.
 
     Raises:
       UserError: the card has several configurations, and none is the default.
     """
-    patterns = _patterns(parameter, folder)
+    config = _config(parameter, folder)
+    above = posixpath.normpath(str(config.get("data_dir") or "."))
+    if config and not config.get("data_files"):
+        inside = {
+            posixpath.relpath(name, above): name for name in names if _is_match(name, posixpath.join(above, "**"))
+        }
+        return {inside[name]: split for name, split in by_names([*inside]).items()}
     result: dict[str, Split | None] = {}
-    for split, pattern in patterns:
-        for name in glob.glob(pattern, root_dir=folder, recursive=True):
-            result.setdefault(os.path.normpath(name), split)
-    labels = [result.get(os.path.normpath(name)) for name in names]
-    return labels if any(labels) else None
+    known = {*names}
+    for split, patterns in _data_files(config.get("data_files")):
+        for pattern in (posixpath.normpath(posixpath.join(above, pattern)) for pattern in patterns):
+            matching = names if _GLOB.search(pattern) else known & {pattern}
+            result |= {name: named(split) for name in matching if name not in result and _is_match(name, pattern)}
+    return result
 
 
-def of_folder(parameter: str, folder: str, names: Sequence[str]) -> list[Split | None]:
-    """The split of each file of a folder, by its card or else by names; arguments as for `by_card`."""
+def of_folder(parameter: str, folder: str, names: Sequence[str]) -> dict[str, Split | None]:
+    """The split of each file that is one of the data set, by its card or else by names; arguments as for `by_card`."""
     return by_card(parameter, folder, names) or by_names(names)
 
 
@@ -105,10 +125,10 @@ def of_use(parameter: str, folder: str, names: Sequence[str], use: Use) -> list[
     if use is Use.ALL:
         return [True] * len(names)
     labels = of_folder(parameter, folder, names)
-    split = next((split for split in use.value if split in labels), None)
+    split = next((split for split in use.value if split in labels.values()), None)
     if split is None:
-        return [use is not Use.TRAINING or label is None for label in labels]
-    return [label is split for label in labels]
+        return [name in labels and (use is not Use.TRAINING or labels[name] is None) for name in names]
+    return [labels.get(name) is split for name in names]
 
 
 def chosen(parameter: str, folder: str, names: Sequence[str], use: Use) -> list[bool]:
@@ -125,7 +145,7 @@ def chosen(parameter: str, folder: str, names: Sequence[str], use: Use) -> list[
     """
     result = of_use(parameter, folder, names, use)
     if not any(result):
-        splits = ", ".join(sorted({str(label) for label in of_folder(parameter, folder, names)}))
+        splits = ", ".join(sorted({str(label) for label in of_folder(parameter, folder, names).values()}))
         raise UserError(f"{parameter} ({folder!r}) has the splits {splits} and none to train on: name files, or a glob")
     if others := [name for name, is_read in zip(names, result, strict=True) if not is_read]:
         line = "%s (%s): %d files for %s; %d of other splits are not read, such as %s: name files to choose others"
@@ -135,53 +155,71 @@ def chosen(parameter: str, folder: str, names: Sequence[str], use: Use) -> list[
 
 
 def _of_folders(folder: str) -> Split | None:
-    labels = [_of_words(part) for part in reversed(folder.split(os.sep))]
+    labels = map(named, reversed(folder.split("/")))
     return next((label for label in labels if label), None)
 
 
-def _of_name(name: str) -> Split | None:
-    """The ending is no word of a name, and a keyword is before a dash, dot, underscore, space or digit."""
-    return _of_words(name.rpartition(".")[0] if "." in name else "")
+def _is_match(name: str, pattern: str) -> bool:
+    """Whether a path matches a glob, of which `**` stands for any number of folders, at its end for all files in them.
+
+    A card is matched with names alone: a disk would be read wherever its globs lead, such as to /**.
+    """
+    parts = name.split("/")
+    starts = {0}  # the numbers of parts of the path that the glob's parts so far match
+    for part in pattern.split("/"):
+        if part == "**":
+            starts = {*range(min(starts), len(parts) + 1)}
+        else:
+            starts = {start + 1 for start in starts if start < len(parts) and fnmatch.fnmatchcase(parts[start], part)}
+        if not starts:
+            return False
+    return len(parts) in starts
 
 
-def _of_words(text: str) -> Split | None:
-    words = {*_WORDS.split(text.lower())}
-    return next((split for split in Split if words & split.keywords), None)
-
-
-def _patterns(parameter: str, folder: str) -> list[tuple[Split | None, str]]:
-    """The globs of each split of the card's configuration; splits of other names have None."""
-    configs = _configs(os.path.join(folder, CARD))
-    if not configs:
-        return []
-    named = [config for config in configs if config.get("default") is True or config.get("config_name") == "default"]
-    if len(configs) > 1 and not named:
-        names = ", ".join(str(config.get("config_name")) for config in configs[:8])
+def _config(parameter: str, folder: str) -> Mapping[str, Any]:
+    """The default configuration of a folder's card, or the only one; empty: there is none."""
+    configs = _configs(posixpath.join(folder, CARD))
+    usual = [config for config in configs if config.get("default") is True or config.get("config_name") == "default"]
+    if len(configs) > 1 and not usual:
+        names = ", ".join(limits.shortened(config.get("config_name")) for config in configs[:8])
         raise UserError(
             f"{parameter} ({folder!r}) is a data set of {len(configs)} configurations ({names}): name the files of one, or a glob"
         )
-    config = named[0] if named else configs[0]
-    return [
-        (_of_words(split), pattern) for split, patterns in _data_files(config.get("data_files")) for pattern in patterns
-    ]
+    return next(iter(usual or configs), {})
 
 
 def _configs(path: str) -> list[Mapping[str, Any]]:
     """The configurations with files of a card; none: it has no such part, or is no card."""
-    if not os.path.isfile(path):
-        return []
     try:
-        front = _FRONT.match(limits.read(path, limits.SMALL_BYTES).replace(b"\r\n", b"\n"))
-        node = yaml.compose(front[1], Loader=yaml.CSafeLoader) if front else None
-        value = _Values().of(node, 0)
-    except (limits.Refused, UserError, yaml.YAMLError, RecursionError):
+        front = _FRONT.match(_content(path).removeprefix(codecs.BOM_UTF8).replace(b"\r\n", b"\n"))
+        value = _Values().of(_composed(front[1]), 0) if front else None
+    except (limits.Refused, UserError, yaml.YAMLError):
         return []  # a card is prose: what it does not say, names say
     entries = value.get("configs") if isinstance(value, dict) else None
-    return [
-        entry
-        for entry in (entries if isinstance(entries, list) else ())
-        if isinstance(entry, dict) and entry.get("data_files")
+    configs: list[Mapping[str, Any]] = [
+        entry for entry in (entries if isinstance(entries, list) else ()) if isinstance(entry, dict)
     ]
+    configs = [config for config in configs if config.get("data_files") or config.get("data_dir")]
+    globs = [text for config in configs for _, texts in _data_files(config.get("data_files")) for text in texts]
+    return configs if sum(map(bool, map(_GLOB.search, globs))) <= _MOST_GLOBS else []
+
+
+def _content(path: str) -> bytes:
+    """The bytes of a card; none: there is no card."""
+    store = stores.of(path)
+    if store.has_local_paths:
+        return limits.read(path, limits.SMALL_BYTES) if os.path.isfile(path) else b""
+    entry = next(iter(store.matching(glob.escape(path))), None)
+    return store.read_range(path, 0, entry.size) if entry and entry.size <= limits.SMALL_BYTES else b""
+
+
+def _composed(text: bytes) -> yaml.Node | None:
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_NESTED:  # PyYAML's composer in C calls itself, and ends the process where the stack does
+            raise limits.Refused(f"is nested more than {_MOST_NESTED} deep")
+    return yaml.compose(text, Loader=yaml.CSafeLoader)
 
 
 class _Values:
@@ -202,7 +240,7 @@ class _Values:
         if isinstance(node, yaml.SequenceNode) and depth < _DEPTH:
             return [self.of(value, depth + 1) for value in node.value]
         if isinstance(node, yaml.ScalarNode):
-            return True if node.tag.endswith(":bool") and node.value.lower() == "true" else node.value
+            return True if node.tag.endswith(":bool") and node.value.lower() in _TRUE else node.value
         return None
 
 

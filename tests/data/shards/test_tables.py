@@ -216,6 +216,12 @@ def test_a_saved_split_and_a_file_of_arrow_are_tables(saved, tmp_path):
     assert rows(tmp_path / "a.arrow", tmp_path / "out") == [{"n": 1}, {}]
 
 
+def test_a_saved_data_set_in_a_folder_of_a_split_s_name_is_for_training_alone(saved, tmp_path):
+    folder = str(saved / "saved" / "validation")
+    (path,) = tables.with_tables([folder], str(tmp_path / "out"))
+    assert first(path) == {"text": "validation 0"} and not tables.held_out([folder], str(tmp_path / "out"))
+
+
 def test_a_saved_data_set_without_a_known_split_is_one_line(tmp_path):
     import datasets
 
@@ -223,6 +229,10 @@ def test_a_saved_data_set_without_a_known_split_is_one_line(tmp_path):
     datasets.DatasetDict({"old": table, "new": table}).save_to_disk(str(tmp_path / "x"))
     with pytest.raises(UserError, match="has the splits old, new: name the folder of one, such as .*/x/old"):
         tables.with_tables([str(tmp_path / "x")], str(tmp_path / "out"))
+    for keys in (("test",), ("train_a", "train_b")):
+        datasets.DatasetDict(dict.fromkeys(keys, table)).save_to_disk(str(tmp_path / keys[0]))
+        with pytest.raises(UserError, match=f"has the splits {', '.join(keys)}: name the folder of one"):
+            tables.with_tables([str(tmp_path / keys[0])], str(tmp_path / "out"))
     (tmp_path / "x" / "old" / "state.json").write_text("[]")
     with pytest.raises(UserError, match="is no data set that can be read"):
         tables.with_tables([str(tmp_path / "x")], str(tmp_path / "out"))
