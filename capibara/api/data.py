@@ -62,7 +62,7 @@ def by_splits(records: Data, validation: Data) -> tuple[Data, Data]:
       validation: chosen by the caller; None: the mapping's validation split, if it has one.
 
     Raises:
-      UserError: several splits are for training.
+      UserError: several splits are for training, or for validation.
     """
     if not isinstance(records, Mapping):
         return records, validation
@@ -73,7 +73,9 @@ def by_splits(records: Data, validation: Data) -> tuple[Data, Data]:
         return records, validation
     if len(train) > 1:
         raise UserError(f"the data has the splits {', '.join(keys)}: give one, such as data[{train[0]!r}]")
-    return records[train[0]], records[held_out[0]] if validation is None and len(held_out) == 1 else validation
+    if validation is None and len(held_out) > 1:
+        raise UserError(f"the data has the splits {', '.join(keys)}: give one as eval, such as data[{held_out[0]!r}]")
+    return records[train[0]], records[held_out[0]] if validation is None and held_out else validation
 
 
 def _chained(first: object, rest: Iterator[object]) -> Iterator[object]:

@@ -497,6 +497,10 @@ def test_a_mapping_of_splits_is_training_and_validation_data():
         UserError, match="the data has the splits train, train_gen: give one, such as data\\['train'\\]"
     ):
         data.by_splits({"train": [], "train_gen": []}, None)
+    several = {"train": [], "val": [], "dev": []}
+    with pytest.raises(UserError, match="the splits train, val, dev: give one as eval, such as data\\['val'\\]"):
+        data.by_splits(several, None)
+    assert data.by_splits(several, [1]) == ([], [1])
 
 
 def test_a_gin_file_names_a_model_in_place_of_its_sizes(folder, tmp_path, capfd):
