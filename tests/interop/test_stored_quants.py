@@ -135,7 +135,23 @@ def malformed(case):
     yield {}, config | {"surprise": 1}
     for path in leaves(config):
         yield {}, with_value(config, path)
-        for value in ("x", -1, 0, 3, 6, 32.5, True, False, None, ["q"], {"surprise": 1}, "re:(a+)+$", ["re:("]):
+        for value in (
+            "x",
+            -1,
+            0,
+            3,
+            6,
+            4.0,
+            32.0,
+            32.5,
+            True,
+            False,
+            None,
+            ["q"],
+            {"surprise": 1},
+            "re:(a+)+$",
+            ["re:("],
+        ):
             yield {}, with_value(config, path, value)
         if isinstance(inner := functools.reduce(lambda part, key: part[key], path, config), dict):
             yield {}, with_value(config, path, inner | {"surprise": 1})

@@ -127,12 +127,11 @@ def mlx(folder: Folder, about: Mapping[str, object]) -> Quantized:
 
 def _scheme(base: str, about: Mapping[str, object]) -> _Scheme:
     mode, bits, size = about.get("mode", "affine"), about.get("bits"), about.get("group_size")
-    if mode == "affine" and bits in _BITS and size in _GROUPS:
-        assert isinstance(bits, int) and isinstance(size, int)
-        return _Scheme("affine", bits, size)
-    known = _MODES.get(mode) if isinstance(mode, str) else None
-    if known is not None and (bits, size) == (known.bits, known.group_size):
-        return _Scheme(str(mode), known.bits, known.group_size)
+    if type(bits) is int and type(size) is int and isinstance(mode, str):  # 4.0 and True equal whole numbers
+        if mode == "affine" and bits in _BITS and size in _GROUPS:
+            return _Scheme(mode, bits, size)
+        if (known := _MODES.get(mode)) is not None and (bits, size) == (known.bits, known.group_size):
+            return _Scheme(mode, bits, size)
     raise UserError(
         f"{CONFIG_KEY} has mode = {limits.shortened(mode)}, bits = {limits.shortened(bits)} and group_size = "
         f"{limits.shortened(size)} for {base}, must be affine with 1 to 6 or 8 bits in groups of 32, 64 or 128, mxfp4 (4, 32), mxfp8 "

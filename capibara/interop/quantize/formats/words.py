@@ -48,7 +48,7 @@ _AWQ = frozenset(["bits", "version", *_NEUTRAL.split()])
 def gptq(folder: Folder, about: Mapping[str, object]) -> Quantized:
     """The weights of a folder in GPTQ's format."""
     bits, form = about.get("bits"), about.get("checkpoint_format") or "gptq"
-    if bits not in (2, 4, 8):
+    if type(bits) is not int or bits not in (2, 4, 8):
         raise UserError(f"quantization_config.bits is {limits.shortened(bits)}, must be 2, 4 or 8")
     if form not in ("gptq", "gptq_v2"):
         raise UserError(
@@ -56,7 +56,6 @@ def gptq(folder: Folder, about: Mapping[str, object]) -> Quantized:
             "in one of these"
         )
     check_keys(about, _GPTQ)
-    assert isinstance(bits, int)
     inputs_first = hf_config.text_part(folder.config).get("model_type") in _INPUTS_FIRST
     shapes = folder.shapes()
     weights: dict[str, Weight] = {}
