@@ -28,7 +28,7 @@ def merge(params: Params, lora: Lora | None, axes: ParamAxes, some: tree.LayersO
     if lora is None:
         return params
 
-    def merged(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+    def merged(name: str, weight: jax.Array, adapter: Params | None, axes: AxisNames) -> jax.Array:
         if adapter is None:
             return weight
         if trainable_tokens.PART in adapter:
@@ -68,7 +68,7 @@ def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: ParamAxes
     if lora.trainable_tokens:
         raise UserError("Lora.trainable_tokens has replaced rows, which cannot be recovered: keep the base beside it")
 
-    def unmerged(name: str, weight: jax.Array, adapter: Params | None, axes: tuple[str | None, ...]) -> jax.Array:
+    def unmerged(name: str, weight: jax.Array, adapter: Params | None, axes: AxisNames) -> jax.Array:
         if adapter is None:
             return weight
         return weight - _product(adapter, weight.shape, stack_dims(axes), lora, name, some)
@@ -79,7 +79,7 @@ def unmerge(merged: Params, adapters: Params, lora: Lora | None, axes: ParamAxes
 def _over_weights(
     params: Params, axes: ParamAxes, lora: Lora, change: Callable[..., jax.Array], prefix: str = ""
 ) -> Params:
-    """Maps each parameter to `one(name, weight, its adapter or None, its axes)`; leaves the adapters out."""
+    """Maps each parameter to `change(name, weight, its adapter or None, its axes)`; leaves the adapters out."""
     plain: dict[str, Params | jax.Array] = {}
     for key, value in params.items():
         if key.endswith(SUFFIX):
