@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -121,8 +120,12 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         if shutil.which(python) is None:
             parser.error(f"--pythons has {python!r}, which is not installed: name those that are")
     options.peers = dict(entry.partition("=")[::2] for entry in filter(None, options.peers.split(",")))
+    if "heavy" in options.only and options.parts < 1:
+        parser.error(f"--parts is {options.parts}, must be at least 1")
+    if options.only == ["peers"] and not options.peers:
+        parser.error("--only is peers, and --peers names none: nothing would be checked")
     for name, python in options.peers.items():
-        if not os.access(python, os.X_OK):
+        if shutil.which(python) is None:
             parser.error(f"--peers has {name}={python!r}, must be the python of an environment: see make help")
     return options
 
@@ -135,8 +138,8 @@ def main() -> int:
         for check in checks(options, pathlib.Path(folder)):
             results.append(run(check))
             print(row(results[-1]), flush=True)
-    if options.json:
-        pathlib.Path(options.json).write_text(json.dumps([result._asdict() for result in results], indent=1))
+            if options.json:  # after each check: the rest takes hours
+                pathlib.Path(options.json).write_text(json.dumps([result._asdict() for result in results], indent=1))
     return int(not all(result.passed for result in results))
 
 
