@@ -533,3 +533,53 @@ def test_of_two_patterns_the_first_by_name_counts():
     groups = {"later": group(bytes_, "re:.*q_proj"), "first": group(packed, "re:.*attn.*")}
     value = opened(packed, config=packed["config"] | {"config_groups": groups}).read(f"{BASE}.weight")
     assert hashlib.sha256(value.tobytes()).hexdigest() == packed["values"]["hash"]
+
+
+MLX = "affine of 4 bits in groups of 32"
+
+
+def test_modules_of_mlx_have_their_own_schemes():
+    case = case_of(MLX, "mlx")
+    config = case["config"] | {"bits": 8, BASE: {"group_size": 32, "bits": 4}, "model.norm": False}
+    value = opened(case, (), config).read(f"{BASE}.weight")
+    assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"]
+    for change, message in (
+        ({BASE: False}, f"{BASE}.scales scales a module that quantization says is not quantized"),
+        ({"other": {"bits": 4}}, "other.scales is missing, and quantization says how it is stored"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(case, (), case["config"] | change)
+    scale = ("F32", np.zeros((), np.float32))
+    with pytest.raises(UserError, match="q_proj.global_scale is not supported"):
+        opened(case, {f"{BASE}.global_scale": scale})
+
+
+@pytest.mark.parametrize(
+    "module, names",
+    [
+        ("mlp.switch_mlp.up_proj", ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj"]),
+        ("block_sparse_moe.switch_mlp.gate_proj", [f"block_sparse_moe.experts.{i}.w1" for i in (0, 1)]),
+        ("block_sparse_moe.switch_mlp.up_proj", [f"block_sparse_moe.experts.{i}.w3" for i in (0, 1)]),
+        ("block_sparse_moe.switch_mlp.down_proj", [f"block_sparse_moe.experts.{i}.w2" for i in (0, 1)]),
+        ("mlp.experts_of_another.up_proj", None),
+    ],
+)
+def test_experts_joined_by_mlx_are_read_apart(module, names):
+    """The second expert is the first one with its outputs in reverse."""
+    case = case_of(MLX, "mlx")
+    stacked = {
+        name.replace(BASE, f"model.layers.0.{module}"): (kind, np.stack([value, value[::-1]]))
+        for name, (kind, value) in tensors(case).items()
+    }
+    changes = dict.fromkeys(tensors(case)) | stacked
+    if names is None:
+        with pytest.raises(
+            UserError, match="has 2 matrices, as mlx-lm stores the experts of Mixtral, Qwen and DeepSeek"
+        ):
+            opened(case, changes)
+        return
+    folder = opened(case, changes)
+    assert [*folder.shapes()] == [f"model.layers.0.{name}.weight" for name in names]
+    first, second = (folder.read(name) for name in folder.shapes())
+    assert hashlib.sha256(first.tobytes()).hexdigest() == case["values"]["hash"]
+    np.testing.assert_array_equal(second, first[::-1])
