@@ -10,6 +10,7 @@ import datasets.data_files
 import fsspec
 import pytest
 
+from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.shards.source import Format, ShardedSource
 from capibara.data.sources.sources import JsonlSource, TextSource
@@ -221,7 +222,7 @@ def test_a_card_of_folders_alone_has_configurations_too(tmp_path):
         splits.of_folder("FILES", str(tmp_path), ["en/train.jsonl", "de/train.jsonl"])
 
 
-def test_a_folder_in_a_bucket_is_read_by_its_card_and_any_name():
+def test_a_folder_in_a_bucket_is_read_by_its_card_and_any_name(monkeypatch):
     store = fsspec.filesystem("memory")
     for name in ("train.jsonl", "odd.jsonl", "dev.jsonl"):
         store.pipe(f"/splits[1]/{name}", b"".join(b'{"text": "%s %d"}\n' % (name.encode(), i) for i in range(3)))
@@ -229,6 +230,8 @@ def test_a_folder_in_a_bucket_is_read_by_its_card_and_any_name():
     assert texts(source, "validation") == ["dev.jsonl"] * 3
     store.pipe("/splits[1]/README.md", b"---\nconfigs:\n- data_files: odd.jsonl\n---\n")
     assert {*texts(source, "train"), *texts(source, "validation")} == {"odd.jsonl"}
+    monkeypatch.setattr(limits, "SMALL_BYTES", 10)
+    assert texts(source, "train") == ["train.jsonl"] * 3
 
 
 def test_shards_beside_a_card_are_read_and_folders_of_texts_whole(tmp_path, caplog):
@@ -240,9 +243,9 @@ def test_shards_beside_a_card_are_read_and_folders_of_texts_whole(tmp_path, capl
         (tmp_path / "b" / name).write_text("word\n" * 3000)
     assert {shard.rpartition("/")[2] for shard in shards_of(tmp_path / "b")} == {"train.txt", "test.txt"}
     text = Format.TEXT
-    ShardedSource(files=(str(tmp_path / "b" / "test.txt"),), validation_files=(str(tmp_path / "b"),), format=text).open(
-        "validation"
-    )
+    ShardedSource(
+        files=(str(tmp_path / "b" / "train.txt"),), validation_files=(str(tmp_path / "b"),), format=text
+    ).open("validation")
     assert "validation_files and files have 1 in common" in caplog.text
 
 
