@@ -583,3 +583,17 @@ def test_experts_joined_by_mlx_are_read_apart(module, names):
     first, second = (folder.read(name) for name in folder.shapes())
     assert hashlib.sha256(first.tobytes()).hexdigest() == case["values"]["hash"]
     np.testing.assert_array_equal(second, first[::-1])
+
+
+def test_joined_experts_are_read_from_the_file_once(monkeypatch):
+    case, reads = case_of(MLX, "mlx"), []
+    stacked = {
+        name.replace(BASE, "model.layers.0.mlp.switch_mlp.up_proj"): (kind, np.stack([value] * 5))
+        for name, (kind, value) in tensors(case).items()
+    }
+    stored = Parts.stored
+    monkeypatch.setattr(Parts, "stored", lambda self, name: reads.append(name) or stored(self, name))
+    folder = opened(case, dict.fromkeys(tensors(case)) | stacked)
+    for name in folder.shapes():
+        folder.read(name)
+    assert len(folder.shapes()) == 5 and sorted(reads) == sorted(stacked)

@@ -104,6 +104,8 @@ def mlx(folder: Folder, about: Mapping[str, object]) -> Quantized:
                 )
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
+    # Experts of a layer are read one after the other, and are in one tensor.
+    of_stack = functools.lru_cache(maxsize=3)(folder.stored)
     for base in bases(shapes, ".scales"):
         stated = modules.get(base, {})
         if stated is False:
@@ -119,7 +121,7 @@ def mlx(folder: Folder, about: Mapping[str, object]) -> Quantized:
         dtype = folder.dtype(f"{base}.scales") if scheme.mode == "affine" else "bfloat16"
         for index, name in enumerate(_names(base, experts)):
             at = (index,) if experts else ()
-            values = functools.partial(_values, folder, base, scheme, dtype, at)
+            values = functools.partial(_values, of_stack if experts else folder.stored, base, scheme, dtype, at)
             weights[name] = Weight((outputs, inputs), dtype, values)
         parts |= {*names}
     return Quantized(weights, parts)
@@ -175,15 +177,17 @@ def _names(base: str, experts: list[int]) -> list[str]:
     )
 
 
-def _values(folder: Folder, base: str, scheme: _Scheme, dtype: str, at: tuple[int, ...]) -> np.ndarray:
-    words_OX, scales_OG = (np.ascontiguousarray(folder.stored(f"{base}.{part}")[at]) for part in ("weight", "scales"))
+def _values(
+    stored: Callable[[str], np.ndarray], base: str, scheme: _Scheme, dtype: str, at: tuple[int, ...]
+) -> np.ndarray:
+    words_OX, scales_OG = (np.ascontiguousarray(stored(f"{base}.{part}")[at]) for part in ("weight", "scales"))
     outputs, inputs = len(words_OX), words_OX.shape[1] * _WORD // scheme.bits
     blocks = Blocks.of((outputs, inputs), 1, scheme.group_size)
     if scheme.mode != "affine":
         mode = _MODES[scheme.mode]
         return scaled(mode.codes(words_OX), mode.scales(scales_OG), blocks, dtype)
     products = scaled(_codes(words_OX, scheme.bits), scales_OG, blocks, dtype)
-    biases_OG = folder.stored(f"{base}.biases")[at]
+    biases_OG = stored(f"{base}.biases")[at]
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found where the tensor is used
         for row in range(outputs):  # float32 of a whole weight would be twice its memory
             biases_I = np.repeat(biases_OG[row].astype(np.float32), scheme.group_size)
