@@ -477,7 +477,8 @@ def test_import_is_light():
 
 @pytest.mark.parametrize("verb", sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem in VERBS))
 def test_help_is_quick(verb):
-    assert best_seconds("-m", f"capibara.{verb}", "--help") < 0.3
+    # 0.15 and 0.18 s at most on a quiet machine, of which NumPy is most; twice that where other tests share the cores.
+    assert best_seconds("-m", f"capibara.{verb}", "--help") < 0.5
 
 
 def test_the_lowest_rooms_load_without_jax():
