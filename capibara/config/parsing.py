@@ -186,7 +186,8 @@ def _lookup(selector: str, shown: str) -> gin_config.Configurable:
         known = {name for name, _ in gin_config._REGISTRY.items() if name not in _BUILTINS}
         names = {name.rpartition(".")[2] for name in known} | {*defining_modules()}
         choices = known if "." in selector else names
-        raise UserError(f"no configurable named {shown}{did_you_mean(selector, choices)}")
+        hint = t5x_macros.of_t5x(selector) or did_you_mean(selector, choices)
+        raise UserError(f"no configurable named {shown}{hint}")
     return result
 
 
@@ -257,8 +258,13 @@ class _Parsing:
     def _is_data(self, target: gin_config.Configurable) -> bool:
         """Whether a recorded configuration may refer to a configurable."""
         module = target.wrapped.__module__
-        is_registered = target.selector in registered and not f"{module}.".startswith(gin_record.NEVER)
-        return is_registered or module.partition(".")[0] != "capibara" and self._is_known(module)
+        is_of_training = not f"{module}.".startswith(gin_record.NEVER) or f"{module}.".startswith(gin_record.BUT)
+        return (
+            target.selector in registered
+            and is_of_training
+            or module.partition(".")[0] != "capibara"
+            and self._is_known(module)
+        )
 
     def _is_known(self, module: str) -> bool:
         """Whether a module belongs to capibara, is imported by the user's own Gin files, or is trusted."""

@@ -15,7 +15,8 @@ import gin
 from capibara.core.types import UserError
 from gin import config as gin_config
 
-NEVER = ("capibara.evaluation.", "capibara.inference.server.service")  # modules that training never binds
+NEVER = ("capibara.evaluation.", "capibara.inference.server.service")  # modules that training never binds ...
+BUT = ("capibara.evaluation.seqio_tasks.",)  # ... but for these: Evaluation.task_metrics records SeqioEvaluation
 MOST_VALUES = 100_000  # in a recorded configuration after macros and references are expanded
 _MOST_BYTES = 1 << 20
 _IMPORTS = "RECORDED_IMPORTS"  # a macro that nothing refers to

@@ -301,6 +301,8 @@ def import_module(name: str, execute: Callable[[], object], where: str) -> None:
         choices = [prefix + module.name for module in pkgutil.iter_modules(path)]
         close = fields.nearest(error.name, choices)
         hint = f": did you mean {' or '.join(close)}?" if close else " (is its folder on PYTHONPATH?)"
+        if f"{name}.".startswith("t5x."):
+            hint = ": translate a file of T5X first, with capibara convert-config"
         raise UserError(f"{where}: no module named {error.name}{hint}") from None
     except (SyntaxError, ImportError) as error:
         if isinstance(error, SyntaxError) and not name.startswith("__gin__."):

@@ -15,6 +15,14 @@ MODEL = "the model"  # stands for the class of Trainer.model
 _NORMALIZATIONS = {
     "NUM_REAL_TARGET_TOKENS": "tokens", "NUM_TOTAL_TARGET_TOKENS": "positions", "AVERAGE_PER_SEQUENCE": "documents",
 }  # fmt: skip
+# Class or function of T5X -> the class here that has most of its options.
+_OWNERS = {
+    "PjitPartitioner": "Plan", "DatasetConfig": "Dataset", "CheckpointConfig": "Checkpointing",
+    "SaveCheckpointConfig": "Checkpointing", "RestoreCheckpointConfig": "Trainer.init_from",
+    "create_learning_rate_scheduler": "FactorSchedule", "T5Config": "EncoderDecoderConfig",
+    "TransformerConfig": "DecoderConfig", "EncoderDecoderModel": "Trainer", "DecoderOnlyModel": "Trainer",
+    "beam_search": "BeamSearch", "temperature_sample": "Sampling", "train": "Trainer", "Evaluator": "SeqioEvaluation",
+}  # fmt: skip
 # Macro -> the field that it binds.
 _FIELDS = {
     "MODEL_DIR": "Trainer.model_dir",
@@ -169,3 +177,9 @@ def _lengths(value: Any, model: str | None) -> dict[str, int]:
     if model == "EncoderConfig":
         raise UserError(f"{_LENGTHS} is {value!r}, and an encoder alone reads 'targets': leave 'inputs' out")
     return {"Dataset.length": inputs + targets, "Dataset.inputs_length": inputs}
+
+
+def of_t5x(selector: str) -> str:
+    """A hint if an unknown selector is a class or a function of T5X."""
+    ours = _OWNERS.get(selector.rpartition(".")[2])
+    return f": it is T5X's, see {ours} here (docs/migrating_from_t5x.md)" if ours else ""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from capibara.config import configurable
+from capibara.config import MODULE, configurable
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
@@ -48,7 +48,7 @@ class SeqioEvaluation:
       sampling: sampling options of the answers.
     """
 
-    task_module: str | None = None
+    task_module: str | None = dataclasses.field(default=None, metadata=MODULE)
     split: str = "validation"
     use_cached: bool = False
     num_examples: int | None = None

@@ -198,3 +198,24 @@ def test_places_of_inputs_and_targets_are_checked(built):
             built(lines)
     with pytest.raises(UserError, match="Dataset.inputs_length .* is only for a decoder on a SeqIO task"):
         built("Dataset.inputs_length = 8", run=T5)
+
+
+@pytest.mark.parametrize(
+    ("binding", "ours"),
+    [
+        ("partitioning.PjitPartitioner.num_partitions = 2", "Plan"),
+        ("train/utils.DatasetConfig.batch_size = 8", "Dataset"),
+        ("utils.SaveCheckpointConfig.period = 5", "Checkpointing"),
+    ],
+)
+def test_a_binding_of_t5x_is_refused_with_its_class_here(binding, ours):
+    with pytest.raises(UserError, match=rf"it is T5X's, see {ours} here \(docs/migrating_from_t5x.md\)"):
+        config.parse(["quickstart.gin"], [binding])
+
+
+def test_a_file_of_t5x_is_to_be_translated(tmp_path):
+    (tmp_path / "run.gin").write_text("from __gin__ import dynamic_registration\nfrom t5x import adafactor\n")
+    with pytest.raises(
+        UserError, match="run.gin:2: no module named t5x.*: translate a file of T5X first, with capibara conv"
+    ):
+        config.parse([tmp_path / "run.gin"])

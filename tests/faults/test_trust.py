@@ -84,6 +84,7 @@ EVIL = {
     "Dataset.task_module = 'evil'": "names the module evil",
     "MODULE = 'evil'\nDataset.task_module = %MODULE": "names the module evil",
     "x/Dataset.task_module = 'evil'": "names the module evil",
+    "SeqioEvaluation.task_module = 'evil'": "names the module evil",
     "RECORDED_IMPORTS = ('evil',)\nTrainer.loss = @my_loss()": "the run imported evil",
     "A = (%B,)\nB = (%A,)\nTrainer.seed = %A": "refers to itself",
     "\n".join(["A0 = 1", *(f"A{i} = (%A{i - 1}, %A{i - 1})" for i in range(1, 64)), "Trainer.seed = %A63"]): "values",

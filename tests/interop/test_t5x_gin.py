@@ -6,11 +6,14 @@ import pytest
 
 from capibara import config
 from capibara.cli import convert_config
+from capibara.cli.composition import options
+from capibara.cli.composition.training_run import parts_of
 from capibara.core.types import UserError
-from capibara.inference.sample import SampleText
+from capibara.evaluation.seqio_tasks import SeqioEvaluation
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.interop.t5x import gin as t5x_gin
 from capibara.multihost import exits
+from capibara.run.run import Run
 from capibara.training.trainer import Trainer
 
 BASE = """
@@ -203,7 +206,38 @@ def test_options_of_generation_are_translated(given, run, tmp_path, capsys):
     assert note is None or note in noted
     config.reset()
     config.parse([tmp_path / "mine.gin"], ["MODEL_DIR = runs/x", "DROPOUT_RATE = 0.1"])
-    assert config.build(SampleText).sampling == config.build(Sampling) == Sampling(**fields)
+    assert config.build(Sampling) == Sampling(**fields)
+
+
+def test_a_run_with_metrics_of_texts_decodes_them_as_bound(run, tmp_path):
+    lines = (
+        "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()\n"
+        "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 4\n"
+    )
+    run.write_text(RUN + lines)
+    assert converted(run, f"--to={tmp_path}/mine.gin") == 0
+    config.reset()
+    config.parse([tmp_path / "mine.gin"], ["MODEL_DIR = runs/x", "DROPOUT_RATE = 0.1"])
+    trainer = config.build(Trainer)
+    run_of_parts = Run(**parts_of(trainer))
+    options.check(trainer, run_of_parts.samples, run_of_parts.tasks)
+    assert config.build(SeqioEvaluation).sampling == Sampling(beams=BeamSearch(num_decodes=4), max_new_tokens=64)
+
+
+@pytest.mark.parametrize("vocabulary", ["SentencePieceVocabulary", "ByteVocabulary"])
+def test_sentinels_of_a_vocabulary_are_those_of_the_task(vocabulary, run):
+    run.write_text(f"{RUN}seqio.{vocabulary}.extra_ids = 100\n")
+    result = t5x_gin.translate(str(run))
+    assert result.left == () and f"{vocabulary}.extra_ids is not written: the task's own vocabulary" in result.notes
+
+
+def test_the_module_of_the_tasks_may_be_imported(run, tmp_path):
+    run.write_text(f"import my.tasks\n{RUN}")
+    assert "\nDataset.task_module = 'my.tasks'  # import my.tasks\n" in t5x_gin.translate(str(run)).text
+    run.write_text(f"import my.tasks\nimport my.metrics\n{RUN}")
+    result = t5x_gin.translate(str(run))
+    assert "task_module" not in result.text
+    assert any("it imports my.metrics, my.tasks: set Dataset.task_module" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from capibara import config
 from capibara.cli import train
 from capibara.cli.composition import training_run
-from capibara.config import written
+from capibara.config import registry, written
 from capibara.core.types import UserError
 from capibara.run.run import Run, emulated, with_plan
 from capibara.sharding import Plan
@@ -172,3 +172,15 @@ def test_differences_name_the_fields_of_one_class_and_replace_others():
     found = written.differences(run, other)
     assert [one.line for one in found] == ["Plan.remat = 'full'", "Trainer.seed = 7"]
     assert found[0].path == ((Trainer, "plan"), (Plan, "remat")) and written.differences(run, run) == []
+
+
+def test_each_class_of_a_run_may_be_recorded():
+    run = read(["base_v5e64.gin"], ["Evaluation.task_metrics = True", "Trainer.dashboard = True"])
+    kinds = {type(getattr(run, field.name)).__name__ for field in dataclasses.fields(run)} - {
+        "NoneType",
+        "tuple",
+        "dict",
+    }
+    assert {"Trainer", "SeqioEvaluation", "EngineConfig", "SampleText", "Monitoring", "DashboardConfig"} <= kinds
+    for kind in sorted(kinds & {name.rpartition(".")[2] for name in registry.registered}):
+        config.parse((), (), (), config.Recorded(f"PART = @{kind}()\n", "config.gin"))

@@ -54,8 +54,7 @@ def translated(decoder: bool, bound: Mapping[str, Any], targets: int | None) -> 
             options |= {key: (item, name) for key, item in inner.items()}
     left = [name for parameter, (value, name) in options.items() if _is_unknown(function, parameter, value)]
     make = _of_beams if function == "beam_search" else _of_draws
-    lines = [("SampleText.sampling", "@Sampling()", "for samples, capibara infer, and evaluate if it is set there")]
-    lines += make({key: value for key, (value, _) in options.items()}, targets)
+    lines = make({key: value for key, (value, _) in options.items()}, targets)
     other = [name for name in bound if name.startswith(tuple(f"{item}." for item in _DEFAULTS if item != function))]
     return Decoding(lines, list(dict.fromkeys(left)), [f"{name} is not written: {function} decodes" for name in other])
 

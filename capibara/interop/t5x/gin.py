@@ -18,6 +18,7 @@ from capibara.interop.t5x import decoding as t5x_decoding
 
 _FILES, _MOST_BYTES = 64, 1 << 20
 _UNSET = "%gin.REQUIRED"
+_NO_TASKS = {"__gin__", "__main__", "clu", "flax", "flaxformer", "jax", "optax", "seqio", "t5x"}  # roots of modules
 _OTHER_RUNS = {"evaluate", "infer", "save", "precompile"}
 _MACROS = (  # that are given on the command line
     "MODEL_DIR", "MIXTURE_OR_TASK_NAME", "MIXTURE_OR_TASK_MODULE", "TRAIN_STEPS", "BATCH_SIZE", "DROPOUT_RATE",
@@ -66,6 +67,8 @@ _ELSEWHERE = {
     ("Trainer", "learning_rate_fn"): "Optimizer.schedule", ("Transformer", "config"): "Trainer.model",
     ("DecoderWrapper", "config"): "Trainer.model", ("Adafactor", "logical_factor_rules"): "Adafactor.factoring",
     ("SentencePieceVocabulary", "sentencepiece_model_file"): "the task's own vocabulary",
+    ("SentencePieceVocabulary", "extra_ids"): "the task's own vocabulary",
+    ("ByteVocabulary", "extra_ids"): "the task's own vocabulary",
     ("Evaluator", "logger_cls"): "capibara evaluate", ("Evaluator", "num_examples"): "capibara evaluate",
     ("Evaluator", "use_memory_cache"): "capibara evaluate", ("JSONLogger", "write_n_results"): "capibara evaluate",
 }  # fmt: skip
@@ -315,6 +318,8 @@ def _data(run: _Bindings, decoder: bool) -> int | None:
             run.moved("DatasetConfig", name, ours, "train")
         else:
             run.taken("DatasetConfig", name, scope="train")
+            if name == "module":
+                _imported_tasks(run)
     pack = run.taken("DatasetConfig", "pack", True, "train")
     run.put("Dataset.packing", "best_fit" if pack else "none", "train/DatasetConfig.pack")
     _check_split(run, "train", "train")
@@ -325,6 +330,15 @@ def _data(run: _Bindings, decoder: bool) -> int | None:
             run.taken("DatasetConfig", name, scope="train_eval")
             run.notes.append(f"train_eval/DatasetConfig.{name} is not written: evaluation reads as training does")
     return targets
+
+
+def _imported_tasks(run: _Bindings) -> None:
+    """The module that registers the tasks, where T5X's file imports it instead of naming it."""
+    modules = sorted({name for name in run.modules if name.partition(".")[0] not in _NO_TASKS})
+    if len(modules) == 1:
+        run.put("Dataset.task_module", modules[0], f"import {modules[0]}")
+    elif modules:
+        run.notes.append(f"it imports {', '.join(modules)}: set Dataset.task_module to the one that registers the task")
 
 
 def _bidirectional(run: _Bindings) -> Any:
@@ -398,12 +412,18 @@ def _decoding(run: _Bindings, decoder: bool, targets: int | None) -> None:
     if not keys_of:
         return
     run.lines.append("")
-    for ours, value, theirs in result.lines:
+    lines = list(result.lines)
+    if any(line.startswith("Evaluation.task_metrics") for line in run.lines):
+        lines.insert(
+            0, ("SeqioEvaluation.sampling", "@Sampling()", "for the task's metrics, and recorded for capibara infer")
+        )
+    else:
+        run.notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
+    for ours, value, theirs in lines:
         run.lines.append(f"{ours} = {value}  # {theirs}")
     for name in keys_of.keys() - set(result.left):
         del run.left[keys_of[name]]
     run.notes += result.unused
-    run.notes.append("capibara evaluate decodes so with '--gin.SeqioEvaluation.sampling=@Sampling()'")
 
 
 def _optimizer(run: _Bindings) -> None:
