@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -269,7 +270,8 @@ def _as_adapter(run: LoadedModel | None, path: str, target: str, form: str, base
         )
     if form == "gguf_lora":
         return adapters.run_as_gguf(run, target, base)
-    return adapters.write_run(run, target, base, fused_experts=form == "peft_fused")
+    tokenizer = functools.partial(_tokenizer, run.tokenizer, run.dataset.length)
+    return adapters.write_run(run, target, base, tokenizer, fused_experts=form == "peft_fused")
 
 
 def _of_sum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -232,13 +232,21 @@ def _of(ours: api.Lora, theirs: api.Lora, field: str) -> str:
     return field if getattr(ours, field) != getattr(theirs, field) else f"{field}_pattern"
 
 
-def write_run(run: LoadedModel, target: str, base: str | None, *, fused_experts: bool = False) -> str:
+def write_run(
+    run: LoadedModel,
+    target: str,
+    base: str | None,
+    tokenizer: Callable[[str], Mapping[str, bytes]] | None = None,
+    *,
+    fused_experts: bool = False,
+) -> str:
     """Writes the adapters of a run; returns a line that describes the result.
 
     Args:
       run: with unmerged adapters.
       target: a new folder.
       base: where PEFT finds the base model; None: the run's initial weights, or the name that came with them.
+      tokenizer: the base's model type -> the files of the run's tokenizer, by name; None: none is written.
       fused_experts: as in folder.write_peft.
 
     Raises:
@@ -250,7 +258,9 @@ def write_run(run: LoadedModel, target: str, base: str | None, *, fused_experts:
             "the base of these adapters is unknown, as the run started from random parameters: name the folder of the base "
             "model, --base=PATH"
         )
-    peft.write_peft(target, run.params, run.model, values["model_type"], base, fused_experts=fused_experts)
+    model_type = values["model_type"]
+    files = None if tokenizer is None else tokenizer(model_type)
+    peft.write_peft(target, run.params, run.model, model_type, base, files, fused_experts=fused_experts)
     count = tree.param_count(run.model.trained(run.model.abstract_params))
     return f"{target}: adapters of {values['model_type']}, {count:,} parameters, of {base}"
 

@@ -20,6 +20,7 @@ from capibara.cli.composition.models import load_run
 from capibara.core.types import UserError
 from capibara.data.dataset import Dataset
 from capibara.data.sources.sources import StdlibSource
+from capibara.data.tokenizers import files as tokenizer_files
 from capibara.data.tokenizers.vocabulary import ByteVocabulary, TokenizerJsonVocabulary
 from capibara.interop import conversion, gin_of, open_model
 from capibara.interop.hf import config as hf_config
@@ -198,6 +199,9 @@ def test_a_run_keeps_what_its_weights_came_with(name, tmp_path):
     run(convert, f"--from={tmp_path}/again", f"--to={tmp_path}/adapter", "--format=peft")
     targets = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["target_modules"]
     assert ("qkv_proj" in targets) == (name == "phi3")
+    beside = tokenizer_files.carried(f"{tmp_path}/adapter")
+    assert beside == {file: content for file, content in tokenizer_files.carried(str(after)).items() if file in beside}
+    assert {*beside} & {"tokenizer.json", "spiece.model"}
 
 
 def test_a_run_with_another_tokenizer_says_its_ids(tmp_path):

@@ -109,7 +109,14 @@ def _pairs(module: Module, shapes: Mapping[str, Shape], lora: Lora) -> Iterator[
 
 
 def write_peft(
-    folder: str, params: Params, model: Model, model_type: str, base: str | None = None, *, fused_experts: bool = False
+    folder: str,
+    params: Params,
+    model: Model,
+    model_type: str,
+    base: str | None = None,
+    files: Mapping[str, bytes] | None = None,
+    *,
+    fused_experts: bool = False,
 ) -> None:
     """Writes a model's adapters and its other trained parameters in PEFT's format, atomically.
 
@@ -119,6 +126,7 @@ def write_peft(
       model: the model.
       model_type: Hugging Face's name of the architecture (interop.hf.tables.NAMES).
       base: where PEFT finds the base model; None: set when PEFT loads it.
+      files: further ones, such as a tokenizer's, by name.
       fused_experts: whether a layer's experts share an adapter, as in PEFT with transformers 5; else each has its own,
         which PEFT reads with transformers 4 and 5.
 
@@ -162,6 +170,9 @@ def write_peft(
         save_file(tensors, weights_path, metadata={"format": "pt"})
         with open(config_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=2) + "\n")
+        for name, content in (files or {}).items():
+            with open(os.path.join(unfinished, name), "wb") as copy:
+                copy.write(content)
         shutil.copymode(config_path, weights_path)  # safetensors makes files readable only by their owner
 
 
