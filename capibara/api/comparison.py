@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from capibara.core.fields import short
 from capibara.core.types import UserError
 from capibara.evaluation.statistics.stopping import Reason, SequentialStopping, Stopped
 from capibara.storage import outputs
@@ -153,7 +154,10 @@ def compare(
         if not hasattr(model, "generate"):
             raise UserError(f"compare takes loaded models, and {model!r} is none: try cb.load({model!r})")
     prompt_texts = () if isinstance(prompts, str) else tuple(prompts)
-    if not prompt_texts or not all(isinstance(prompt, str) for prompt in prompt_texts):
+    other = next((prompt for prompt in prompt_texts if not isinstance(prompt, str)), None)
+    if other is not None:
+        raise UserError(f"prompts has {short(other)}, must have texts: give what the user asks, without messages")
+    if not prompt_texts:
         raise UserError("prompts must be several texts, at least one: try ['Name three fruits.']")
     if "stream" in sampling:
         raise UserError("stream is of generate: leave it out")

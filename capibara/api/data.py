@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -62,20 +63,25 @@ def by_splits(records: Data, validation: Data) -> tuple[Data, Data]:
       validation: chosen by the caller; None: the mapping's validation split, if it has one.
 
     Raises:
-      UserError: several splits are for training, or for validation.
+      UserError: several splits are for training or for validation, or none is for training.
     """
     if not isinstance(records, Mapping):
         return records, validation
     keys = [str(key) for key in records]
     of = {split: [key for key in keys if splits.named(key) is split] for split in splits.Split}
     train, held_out = of[splits.Split.TRAIN], of[splits.Split.VALIDATION]
-    if not train:
+    if not any(of.values()):
         return records, validation
-    if len(train) > 1:
-        raise UserError(f"the data has the splits {', '.join(keys)}: give one, such as data[{train[0]!r}]")
+    if len(train) != 1:
+        raise UserError(f"the data has the splits {', '.join(keys)}: give one, such as data[{(train or keys)[0]!r}]")
     if validation is None and len(held_out) > 1:
         raise UserError(f"the data has the splits {', '.join(keys)}: give one as eval, such as data[{held_out[0]!r}]")
-    return records[train[0]], records[held_out[0]] if validation is None and held_out else validation
+    if validation is None and held_out:
+        validation = records[held_out[0]]
+    if validation is None and (rest := [key for key in keys if key not in train]):
+        line = "the split %s is read for training, and not %s: give one as eval, such as eval=data[%r]"
+        logging.getLogger(__name__).warning(line, train[0], ", ".join(rest), rest[0])
+    return records[train[0]], validation
 
 
 def _chained(first: object, rest: Iterator[object]) -> Iterator[object]:

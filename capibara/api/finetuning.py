@@ -42,6 +42,55 @@ _ALIASES = {  # option of other libraries -> ours
     "eval_dataset": "eval",
     "peft_config": "lora",
     "reward_funcs": "rewards",
+    "logging_steps": "log_every",
+}
+_BINDINGS = {  # option of TRL -> what `bindings` sets; docs/migrating_from_trl.md has the same names
+    "gradient_accumulation_steps": "Plan.accumulation",
+    "packing": "Dataset.packing",
+    "padding_free": "Dataset.packing",
+    "assistant_only_loss": "ChatJsonlSource.train_on",
+    "completion_only_loss": "ChatJsonlSource.train_on",
+    "lr_scheduler_type": "Schedule.kind",
+    "warmup_ratio": "Schedule.warmup_fraction",
+    "warmup_steps": "Schedule.warmup_steps",
+    "optim": "Optimizer.name",
+    "weight_decay": "Optimizer.weight_decay",
+    "max_grad_norm": "Optimizer.clip_norm",
+    "bf16": "DecoderConfig.dtype",
+    "gradient_checkpointing": "Plan.remat",
+    "eval_steps": "Evaluation.every",
+    "save_steps": "Checkpointing.every",
+    "save_total_limit": "Checkpointing.keep",
+    "load_best_model_at_end": "Checkpointing.keep_best",
+    "report_to": "Monitoring.trackers",
+    "desirable_weight": "Kto.desirable_weight",
+    "undesirable_weight": "Kto.undesirable_weight",
+    "num_generations": "Grpo.group",
+    "epsilon": "Clipped.low",
+    "epsilon_high": "Clipped.high",
+    "num_iterations": "Grpo.updates",
+    "importance_sampling_level": "Grpo.level",
+    "scale_rewards": "Grpo.scale",
+    "max_completion_length": "ANSWER_LENGTH",
+    "temperature": "rollout/Sampling.temperature",
+    "reward_weights": "Grpo.reward_weights",
+    "use_vllm": "Grpo.engine",
+}
+_OF_REWARDS = {"beta": "Grpo.kl", "loss_type": "Grpo.surrogate"}
+_OF_PREFERENCES = {
+    "dpo": {"beta": "Dpo.beta", "loss_type": "Dpo.kind", "label_smoothing": "Dpo.label_smoothing"},
+    "cpo": {"beta": "Cpo.beta", "loss_type": "Cpo.kind", "label_smoothing": "Cpo.label_smoothing"},
+    "simpo": {"beta": "Cpo.beta", "loss_type": "Cpo.kind", "label_smoothing": "Cpo.label_smoothing"},
+    "orpo": {"beta": "Orpo.beta"},
+    "kto": {"beta": "Kto.beta", "loss_type": "Kto.kind"},
+}
+_ELSEWHERE = {  # option of TRL -> where that is said here
+    "dataset_text_field": "name the field 'text'",
+    "formatting_func": "give texts, or rows with 'messages', as data",
+    "processing_class": "the tokenizer is the model's: ChatTemplate.tokenizer in bindings is another",
+    "tokenizer": "the tokenizer is the model's: ChatTemplate.tokenizer in bindings is another",
+    "resume_from_checkpoint": "the same call again resumes",
+    "ref_model": "the reference is the initial weights",
 }
 
 
@@ -223,9 +272,7 @@ def _check(method: Method, out: str, lora: Lora | int | None, rewards: Sequence[
     of_trainer = {field.name for field in dataclasses.fields(Trainer)} - {"model_dir", "steps"}
     for name in fields:
         if name not in of_trainer:
-            parameters = [*inspect.signature(finetune).parameters, *of_trainer]
-            hint = f": did you mean {_ALIASES[name]}?" if name in _ALIASES else did_you_mean(name, parameters)
-            raise UserError(f"finetune has no option {name!r}{hint}")
+            raise UserError(f"finetune has no option {name!r}{_hint(method, name, of_trainer)}")
     if not isinstance(out, str) or not out.strip():
         raise UserError(f"out is {out!r}, must be the run folder: try out='runs/mine'")
     if os.path.exists(out) and not os.path.isdir(out):
@@ -237,6 +284,18 @@ def _check(method: Method, out: str, lora: Lora | int | None, rewards: Sequence[
     if rewards and not method.is_rewarded:
         known = ", ".join(f"'{item}'" for item in Method if item.is_rewarded)
         raise UserError(f"rewards are of methods {known}, and method is {str(method)!r}: set one, or leave them out")
+
+
+def _hint(method: Method, name: str, of_trainer: Iterable[str]) -> str:
+    """What an unknown option is here, if it is another library's or misspelled, as the end of an error."""
+    bindings = _BINDINGS | (_OF_REWARDS if method.is_rewarded else _OF_PREFERENCES.get(method, {}))
+    if name in _ALIASES:
+        return f": did you mean {_ALIASES[name]}?"
+    if name in _ELSEWHERE:
+        return f": {_ELSEWHERE[name]}"
+    if name in bindings:
+        return f': try bindings=["{bindings[name]} = ..."]'
+    return did_you_mean(name, [*inspect.signature(finetune).parameters, *of_trainer])
 
 
 def _changed(

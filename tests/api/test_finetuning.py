@@ -501,6 +501,18 @@ def test_a_mapping_of_splits_is_training_and_validation_data():
     with pytest.raises(UserError, match="the splits train, val, dev: give one as eval, such as data\\['val'\\]"):
         data.by_splits(several, None)
     assert data.by_splits(several, [1]) == ([], [1])
+    with pytest.raises(UserError, match="the data has the splits test: give one, such as data\\['test'\\]"):
+        data.by_splits({"test": []}, None)
+
+
+def test_a_split_that_is_not_read_is_named(caplog):
+    of = {"train": [{"text": "a"}], "test": [{"text": "c"}]}
+    assert data.by_splits(of, None) == ([{"text": "a"}], None)
+    assert "train is read for training, and not test: give one as eval, such as eval=data['test']" in caplog.text
+    caplog.clear()
+    data.by_splits(of, [{"text": "d"}])
+    data.by_splits(of | {"validation": [{"text": "b"}]}, None)
+    assert not caplog.text
 
 
 def test_a_gin_file_names_a_model_in_place_of_its_sizes(folder, tmp_path, capfd):

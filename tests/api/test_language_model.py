@@ -134,6 +134,7 @@ def test_all_forms_are_one_model_and_leave_again(model, folder, tmp_path):
         (lambda model: cb.evaluate(model, {1: QA}), "tasks has the name 1, must be of letters"),
         (lambda model: cb.evaluate(model, limit="1"), "limit is '1'"),
         (lambda model: cb.compare(model, model, "one text"), "prompts must be several texts"),
+        (lambda model: cb.compare(model, model, ["a", [{}]]), "prompts has [{}], must have texts"),
         (lambda model: cb.compare("a", "b", ["x"]), "compare takes loaded models"),
         (
             lambda model: cb.compare(model, model, ["a"], score=lambda p, a: None, max_tokens=1),

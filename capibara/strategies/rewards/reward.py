@@ -42,7 +42,7 @@ def check_reward(reward: object) -> None:
         len(positional) < 3 and not any(parameter.kind is kinds.VAR_POSITIONAL for parameter in parameters)
     ):
         raise UserError(
-            f"Grpo.rewards has {name}, which does not take (prompt, answer, record): name a reward function"
+            f"Grpo.rewards has {name}, which does not take (prompt, answer, record): define it so, for one answer"
         )
     if inspect.unwrap(reward) is inspect.unwrap(matches_pattern):
         reward("", "", {})
