@@ -162,6 +162,10 @@ def write_peft(
     saved, config = saved | of_tokens, config | option
     tensors = {name: value for module in modules for name, value in module.written()}
     tensors = peft_experts.wrapped(tensors) | {PREFIX + biases.written(name): x for name, x in saved.items()}
+    _write(folder, tensors, config, files or {})
+
+
+def _write(folder: str, tensors: dict[str, np.ndarray], config: dict[str, Any], files: Mapping[str, bytes]) -> None:
     extras.require("safetensors", why="PEFT folders")
     from safetensors.numpy import save_file
 
@@ -170,7 +174,7 @@ def write_peft(
         save_file(tensors, weights_path, metadata={"format": "pt"})
         with open(config_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=2) + "\n")
-        for name, content in (files or {}).items():
+        for name, content in files.items():
             with open(os.path.join(unfinished, name), "wb") as copy:
                 copy.write(content)
         shutil.copymode(config_path, weights_path)  # safetensors makes files readable only by their owner
