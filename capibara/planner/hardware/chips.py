@@ -116,6 +116,11 @@ class Chip:
     price: Price | None = None
 
     @property
+    def kind(self) -> str:
+        """JAX's name for its devices; of a chip without one its own."""
+        return next(iter(self.device_kinds), self.name)
+
+    @property
     def is_tpu(self) -> bool:
         """Whether libtpu compiles for it."""
         return self.ici_axes > 1

@@ -369,7 +369,7 @@ def _loss_elementwise_bytes(work: Workload, choice: Choice, chip: Chip) -> float
     tokens = choice.rows * work.length / mesh["context"] / mesh["stage"]
     logits = tokens * c.vocab_size / mesh["tensor"] * 4
     if _by_vocabulary(work, choice):
-        N, kind = math.ceil(tokens), chip.device_kinds[0]
+        N, kind = math.ceil(tokens), chip.kind
         # Each part adds to the float32 gradient of the hidden states, unless that stays on the chip.
         parts = c.vocab_size / mesh["tensor"] / by_vocabulary.part_ids(N, c.embed_dim, kind)
         added = 0.0 if by_vocabulary.on_chip_ids(N, c.embed_dim, kind) else max(1.0, parts) * 8 * tokens * c.embed_dim

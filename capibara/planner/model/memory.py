@@ -418,7 +418,7 @@ def _loss_bytes(work: Workload, choice: Choice, chip: Chip, order: _Order) -> fl
     if work.model.trains_head and by_vocabulary_on(chip.platform, V, D):
         shards = shards if D % shards == 0 else 1  # else the head is whole on each device
         padded = math.ceil(D / shards / SUBLANES) * SUBLANES * shards
-        part = 4 * max(n, D) * min(V, by_vocabulary.part_ids(math.ceil(n), D, chip.device_kinds[0]))
+        part = 4 * max(n, D) * min(V, by_vocabulary.part_ids(math.ceil(n), D, chip.kind))
         return V * padded * size + V * D * 4 / shards + _PARTS * part + n * D * (2 * size + 4)
     gradient = n * V * size if n * size < 4 * D and shards > 1 else V * D * 4
     piece = min(_REDUCED_BYTES, V * D * 4) if shards > 1 else 0.0
