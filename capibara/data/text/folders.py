@@ -77,7 +77,7 @@ def inside(parameter: str, folder: str, is_read: IsRead, subject: str, use: Use)
 
 
 def of_use(parameter: str, folder: str, is_read: IsRead, use: Use) -> list[Member]:
-    """As `inside`, without a word; none: there are none."""
+    """As `inside`, but logs nothing, and is empty where there are no such files."""
     members, _ = _members(parameter, folder, is_read)
     labels = splits.of_use(parameter, folder, [member.name for member in members], use)
     return [member for member, is_of_use in zip(members, labels, strict=True) if is_of_use]
@@ -105,10 +105,9 @@ def _members(parameter: str, folder: str, is_read: IsRead) -> tuple[list[Member]
 
     left_out: list[str] = []
     paths = walked(folder, is_read, lambda path, _: left_out.append(path), refuse)
-    left_out += [path for path in paths if not os.path.isfile(path)]  # a pipe, a link to nothing
-    return [
-        Member(os.path.relpath(path, folder).replace(os.sep, "/"), path) for path in paths if os.path.isfile(path)
-    ], left_out
+    files = [path for path in paths if os.path.isfile(path)]
+    left_out += sorted({*paths} - {*files})  # a pipe, a link to nothing
+    return [Member(os.path.relpath(path, folder).replace(os.sep, "/"), path) for path in files], left_out
 
 
 def _in_bucket(folder: str, is_read: IsRead) -> tuple[list[Member], list[str]]:
