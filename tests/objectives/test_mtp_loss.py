@@ -43,7 +43,7 @@ def sums(config, params=None):
     model = api.build(config)
     params = model.init(jax.random.key(0)) if params is None else params
     objective = of_cross_entropy(model, 0.0)
-    loss, found, _ = objective.sums(params, batch(), RematPolicy(), jnp.int32(0))
+    loss, found, _ = jax.jit(lambda p: objective.sums(p, batch(), RematPolicy(), jnp.int32(0)))(params)
     return float(loss), objective.metrics(found, found.weight), found, params
 
 
@@ -77,7 +77,7 @@ def test_modules_and_the_trunk_get_gradients_of_it():
 
     def grads(config):
         objective = of_cross_entropy(api.build(config), 0.0)
-        return jax.grad(lambda p: objective.sums(p, batch(), RematPolicy(), jnp.int32(0))[0])(params)
+        return jax.jit(jax.grad(lambda p: objective.sums(p, batch(), RematPolicy(), jnp.int32(0))[0]))(params)
 
     with_loss, without = grads(CONFIG), grads(dataclasses.replace(CONFIG, mtp=Mtp(layers=2, loss_weight=0.0)))
     norms = jax.tree.map(lambda x: float(jnp.abs(x).max()), with_loss["mtp"])

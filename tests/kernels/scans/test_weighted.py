@@ -11,6 +11,7 @@ from capibara.kernels.scans import weighted
 
 B, CHANNELS = 2, 5
 RELATIVE = 1e-5
+attend = jax.jit(weighted.attend)
 
 
 def drawn(T, border=0.0, size=1.0):
@@ -60,7 +61,7 @@ def test_a_scan_is_the_recurrence_forwards_and_backwards(T, border):
     weight_BTI = np.random.default_rng(1).normal(size=(B, T, CHANNELS)).astype(np.float32)
 
     def in_parallel(inputs, segments):
-        y, state = weighted.attend(**inputs, segment_ids_BT=segments)
+        y, state = attend(**inputs, segment_ids_BT=segments)
         return y, *as_sums(state)
 
     def loss(inputs, way):
@@ -81,12 +82,13 @@ def test_no_key_overflows():
     inputs = {
         name: x if name == "v_BTI" else np.round(64 * x) / 64 for name, x in inputs.items()
     }  # exact sums of exponents
-    y, state = weighted.attend(**inputs, segment_ids_BT=segments)
+    y, state = attend(**inputs, segment_ids_BT=segments)
     assert np.isfinite(y).all() and np.isfinite(state).all()
-    gradients = jax.grad(lambda x: jnp.sum(weighted.attend(**x, segment_ids_BT=segments)[0] ** 2))(inputs)
+    gradients = jax.jit(jax.grad(lambda x: jnp.sum(attend(**x, segment_ids_BT=segments)[0] ** 2)))(inputs)
     assert all(np.isfinite(x).all() for x in gradients.values())
     with jax.enable_x64(True):
-        close(y, one_by_one({name: np.float64(x) for name, x in inputs.items()}, segments)[0])
+        exact = {name: np.float64(x) for name, x in inputs.items()}
+        close(y, jax.jit(lambda inputs: one_by_one(inputs, segments)[0])(exact))
 
 
 @pytest.mark.parametrize("cut", [1, 30])
@@ -94,12 +96,12 @@ def test_a_row_that_is_resumed_ends_as_the_whole_row(cut):
     inputs, _ = drawn(50)
     along = ("k_BTI", "v_BTI")
     part = lambda span: inputs | {name: inputs[name][:, span] for name in along}  # noqa: E731
-    y, state = weighted.attend(**inputs)
-    y1, state1 = weighted.attend(**part(slice(cut)))
+    y, state = attend(**inputs)
+    y1, state1 = attend(**part(slice(cut)))
     rest = part(slice(cut, None))
     padded = rest | {name: np.pad(rest[name], ((0, 0), (0, 3), (0, 0)), constant_values=9.0) for name in along}
     real = np.arange(padded["k_BTI"].shape[1]) < rest["k_BTI"].shape[1]
-    y2, state2 = weighted.attend(**padded, state_B3I=state1, real_BT=np.broadcast_to(real, (B, len(real))))
+    y2, state2 = attend(**padded, state_B3I=state1, real_BT=np.broadcast_to(real, (B, len(real))))
     close(jnp.concatenate([y1, y2[:, :-3]], axis=1), y)
     for mine, whole in zip(as_sums(state2), as_sums(state), strict=True):
         close(mine, whole)
@@ -107,5 +109,5 @@ def test_a_row_that_is_resumed_ends_as_the_whole_row(cut):
 
 def test_rows_without_a_real_token_stay_empty():
     inputs, _ = drawn(4)
-    _, state = weighted.attend(**inputs, real_BT=np.zeros((B, 4), bool))
+    _, state = attend(**inputs, real_BT=np.zeros((B, 4), bool))
     np.testing.assert_array_equal(state, weighted.empty(B, CHANNELS))

@@ -54,10 +54,13 @@ def rows(segments=None):
 
 
 def states(model, params, batch):
-    hidden, _ = model.hidden(params, batch)
-    depths = range(1, model.config.mtp.layers + 1)
-    tokens = [api.mtp.next_tokens(batch, depth)[0] for depth in depths]
-    return hidden, model.ahead.states(params, hidden, tokens, batch, RematPolicy(), None)[0]
+    def of_rows(params, batch):
+        hidden, _ = model.hidden(params, batch)
+        depths = range(1, model.config.mtp.layers + 1)
+        tokens = [api.mtp.next_tokens(batch, depth)[0] for depth in depths]
+        return hidden, model.ahead.states(params, hidden, tokens, batch, RematPolicy(), None)[0]
+
+    return jax.jit(of_rows)(params, batch)
 
 
 def rms(x, scale):
@@ -123,22 +126,22 @@ def test_drafts_are_those_of_the_whole_row(name):
     batch = rows()
     _, (found,) = states(model, params, batch)
     want, tokens = jnp.argmax(model.logits_of(params, found), axis=-1), batch["tokens"]
-    serving = model.serving(params)
+    serving = jax.jit(model.serving)(params)
+    next_token = jax.jit(lambda last, cache: draft(model, serving, last, cache, 1, V)[:, 0])
 
     def check(cache):
-        last = tokens[jnp.arange(2), cache["lengths"]]
-        result = draft(model, serving, last, cache, 1, V)[:, 0]
+        result = next_token(tokens[jnp.arange(2), cache["lengths"]], cache)
         np.testing.assert_array_equal(result, want[jnp.arange(2), cache["lengths"] - 1])
 
     cache = model.start_cache(2, 16, spare=2)
-    _, cache = model.prefill(serving, {"tokens": tokens[:, :4], "counts": jnp.array([4, 3])}, cache)
+    _, cache = jax.jit(model.prefill)(serving, {"tokens": tokens[:, :4], "counts": jnp.array([4, 3])}, cache)
     check(cache)
     more = jnp.stack([tokens[0, 4:7], tokens[1, 3:6]])
-    _, hidden, after = model.extend(serving, {"tokens": more, "counts": jnp.array([3, 2])}, cache)
+    _, hidden, after = jax.jit(model.extend)(serving, {"tokens": more, "counts": jnp.array([3, 2])}, cache)
     check(after)
     if model.config.mixer is None:  # states forget nothing
         check(api.mtp.at_token(after, hidden, jnp.array([0, 1])) | {"lengths": jnp.array([5, 5])})
-    _, after = model.decode(serving, tokens[jnp.arange(2), after["lengths"]], after)
+    _, after = jax.jit(model.decode)(serving, tokens[jnp.arange(2), after["lengths"]], after)
     check(after)
 
 
