@@ -6,6 +6,8 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import pytest
 
@@ -82,12 +84,24 @@ def test_the_glossary_names_places_that_are_there():
 LIMITS = {"class": 200, "function": 60, "file": 700, "folder": 14}
 
 
+class Documented(NamedTuple):
+    """What the docstring of a class or function lists under Args or Attributes, and what its code names.
+
+    `bases`: the classes whose names it has, too.
+    """
+
+    line: int
+    listed: list[str]
+    names: set[str]
+    bases: list[str]
+
+
 @functools.cache
-def read(path: pathlib.Path) -> tuple[dict[str, int], list[int], list[str]]:
-    """What the tests below ask of a file of the package, which is parsed once: see sizes_of, packed_calls and vague_names."""
+def read(path: pathlib.Path) -> tuple[dict[str, int], list[int], list[str], dict[str, Documented]]:
+    """What the tests below ask of a file of the package, which is parsed once: see the functions that it calls."""
     text = path.read_text(encoding="utf-8")
     tree = ast.parse(text)
-    return sizes_of(path, text, tree), packed_calls(tree), vague_names(tree)
+    return sizes_of(path, text, tree), packed_calls(tree), vague_names(tree), documented(tree)
 
 
 def sizes_of(path: pathlib.Path, text: str, tree: ast.AST) -> dict[str, int]:
@@ -178,6 +192,58 @@ def vague_names(tree: ast.AST) -> list[str]:
         if name.strip("_") in VAGUE:
             names.append(f"{node.lineno} {name}")
     return names
+
+
+def documented(tree: ast.AST) -> dict[str, Documented]:
+    """The classes and functions of a file, by their names and lines."""
+    result = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        section = re.search(r"^(?:Args|Attributes):\n((?: .*\n?|\n)+)", ast.get_docstring(node) or "", re.M)
+        lines = re.findall(r"^  ((?:\*{0,2}\w+(?:, )?)+):", section.group(1) if section else "", re.M)
+        names, bases = {item.arg for item in ast.walk(node) if isinstance(item, ast.arg)}, []
+        if isinstance(node, ast.ClassDef):
+            names |= {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
+            names |= {item.attr for item in ast.walk(node) if isinstance(item, ast.Attribute)}
+            names |= {item.name for item in node.body if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))}
+            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+        listed = [name.strip("* ") for line in lines for name in line.split(",")]
+        result[f"{node.name} {node.lineno}"] = Documented(node.lineno, listed, names, bases)
+    return result
+
+
+def stale_names(files: Mapping[str, Mapping[str, Documented]]) -> list[str]:
+    """The names that docstrings list and that neither the function, nor the class or its bases have."""
+    classes: dict[str, list[Documented]] = {}
+    for items in files.values():
+        for key, item in items.items():
+            classes.setdefault(key.partition(" ")[0], []).append(item)
+
+    def names(item: Documented) -> set[str]:
+        return item.names.union(*(names(base) for name in item.bases for base in classes.get(name, ()) if base != item))
+
+    return [
+        f"{path}:{item.line} {name}"
+        for path, items in files.items()
+        for item in items.values()
+        if not item.names.issuperset(item.listed)
+        for name in item.listed
+        if name not in names(item)
+    ]
+
+
+def test_docstrings_list_what_is_there():
+    paths = sorted((ROOT / "capibara").rglob("*.py"))
+    assert not stale_names({str(path.relative_to(ROOT)): read(path)[3] for path in paths})
+
+
+def test_stale_names_are_seen():
+    docstring = "Adds.\n\n    Args:\n      a, c: numbers.\n      b: a number: any.\n        d: no argument.\n    "
+    code = (
+        f"def f(a, b):\n    '''{docstring}'''\nclass A:\n    c: int\nclass B(A):\n    '''{docstring}'''\n    a: int\n"
+    )
+    assert stale_names({"file": documented(ast.parse(code))}) == ["file:1 c", "file:11 b"]
 
 
 def test_no_name_is_vague():

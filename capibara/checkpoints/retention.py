@@ -55,11 +55,11 @@ def bases(folder: epath.Path, steps: Iterable[int]) -> set[int]:
 def prunable(
     folder: epath.Path, retained: Sequence[int], dropped: Sequence[int], written: int | None = None
 ) -> list[int] | None:
-    """The dropped steps that may be removed, in that order; None: none may, since no kept step is intact.
+    """The dropped steps that may be removed, in that order; None: none may, since no retained step is intact.
 
     Args:
       folder: of the steps.
-      kept, dropped: steps.
+      retained, dropped: steps.
       written: the step that this process has just written: what a bucket has accepted is not downloaded again.
     """
     sent = written if stores.of(folder).verifies else None

@@ -71,7 +71,7 @@ class Subject:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        """The engine, on this process's chips (`apart`) or on all."""
+        """The engine, on the chips of this process (`is_distributed`) or on all."""
         dataset = self.trainer.dataset
         return Engine(
             self.model, self._brought(), self.vocabulary, dataset.length, self._batching, dataset.encoder_length
@@ -79,7 +79,7 @@ class Subject:
 
     @functools.cached_property
     def scorer(self) -> Scorer:
-        """The scorer of texts, on this process's chips (`apart`) or on all."""
+        """The scorer of texts, on the chips of this process (`is_distributed`) or on all."""
         dataset, vocabulary = self.trainer.dataset, self.vocabulary
         plan: Plan | None = self.trainer.plan
         mesh: Mesh | None = self.mesh
@@ -100,7 +100,7 @@ class Subject:
         return self._layout is not None
 
     def in_turns(self, things: Sequence[S], make: Callable[[Sequence[S]], Iterator[T]], every: int) -> Iterator[T]:
-        """Yields the results of `make` for all things in order; splits the work by `hosts.in_turns` if `apart`."""
+        """Yields the results of `make` for all things in order; splits the work by `hosts.in_turns` if `is_distributed`."""
         return hosts.in_turns(things, make, every) if self.is_distributed else make(things)
 
     @functools.cached_property

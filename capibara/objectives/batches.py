@@ -37,7 +37,7 @@ class Reporter:
       check: call it before each part of the work, on every process.
       progress: shows the progress; "": the work is over.
       status: prints a line.
-      took: records seconds outside of steps, by cause.
+      timed: records seconds outside of steps, by cause.
     """
 
     check: Check

@@ -132,7 +132,7 @@ class Parts:
 
     Attributes:
       rows, columns: dimensions of the matrix; both empty: it is not factored.
-      own: all dimensions but those along which independent weights are stacked.
+      dims: all dimensions but those along which independent weights are stacked.
     """
 
     rows: Dims

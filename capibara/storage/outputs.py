@@ -109,7 +109,7 @@ def path_in(folder: str | os.PathLike[str], name: str) -> str:
 
 
 def read_own(folder: str | os.PathLike[str], name: str, most: int = limits.SMALL_BYTES) -> str | None:
-    """`read` of a file in a folder that may come from anyone; raises as that and `own`."""
+    """`read` of a file in a folder that may come from anyone; raises as that and `path_in`."""
     return read(path_in(folder, name), most)
 
 

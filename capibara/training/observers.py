@@ -24,7 +24,7 @@ class Observers:
       callbacks: hear of it, on process 0.
       evaluator: evaluates the model.
       stop: whether the run was asked to stop.
-      dog: ends a run that hangs.
+      watchdog: ends a run that hangs.
       decisions: proves that all processes do the same.
       meter: averages metrics, and measures times.
       profiler: traces steps.

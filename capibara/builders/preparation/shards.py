@@ -28,7 +28,7 @@ class ShardPart:
 
     Attributes:
       part: what to read.
-      kept: [n] bool, its documents that are kept.
+      retained: [n] bool, its documents that are retained.
       first: the number in the corpus of its first document.
     """
 

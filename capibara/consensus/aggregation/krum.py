@@ -71,7 +71,6 @@ class MultiKrum(Krum):
     Breakdown point: as Krum's. Source: Blanchard et al. 2017, arXiv:1703.02757.
 
     Attributes:
-      neighbours: how many neighbours count.
       selected: of how many candidates the mean is, at most n - f; None: n - f.
     """
 

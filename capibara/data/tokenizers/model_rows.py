@@ -54,7 +54,7 @@ def check_ids(ids: Iterable[int], rows: int, vocabulary: Vocabulary | None, subj
       ids: of its tokens.
       rows: of the model's embedding.
       vocabulary: of the model; None: errors name ids without their spelling.
-      what: names the ids in errors.
+      subject: names the ids in errors.
 
     Raises:
       UserError: an id has no row.

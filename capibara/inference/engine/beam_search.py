@@ -83,7 +83,7 @@ class Programs(NamedTuple):
     Attributes:
       begin: (params, batch of B prompts, BeamRequests) -> state with the first token of each beam, and whether all are done.
       advance: (params, state, BeamRequests, most) -> the same after at most `most` more tokens.
-      found: state -> BeamResults, replicated on every device.
+      results: state -> BeamResults, replicated on every device.
     """
 
     begin: Callable[[Params, ReadBatch, BeamRequests], tuple[State, jax.Array]]
@@ -144,7 +144,7 @@ def search(programs: Programs, params: Params, batch: ReadBatch, requests: BeamR
       programs: from `build`.
       params: from `Model.serving`.
       batch: prompts, as for `Model.prefill`.
-      asked: the prompts' requests.
+      requests: of the prompts.
     """
     state, done = programs.begin(params, batch, requests)
     while not bool(done):

@@ -137,7 +137,7 @@ class Engine:
 
         Args:
           show: called with the numbers of compiled programs and of all that are compiled before it returns.
-          beside: returns when a step and the programs for short prompts are compiled, and compiles the others in a
+          background: returns when a step and the programs for short prompts are compiled, and compiles the others in a
             thread after `start`. On a mesh it compiles all of them.
         """
         warm_up(self.core, self._config, self._length, self._encodes, self._inputs.request, show, background)

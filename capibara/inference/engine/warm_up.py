@@ -36,7 +36,7 @@ def warm_up(
       encodes: whether an encoder reads the prompts.
       request_of: `InputProcessor.request`.
       show: called with the numbers of compiled programs and of all that are compiled here.
-      beside: whether only the first are compiled here, and the others after the engine has started.
+      background: whether only the first are compiled here, and the others after the engine has started.
     """
     settings_of([_GREEDY])  # its random key is computed by programs, too
     shapes = batching.prompt_shapes(config, length, encodes, core.prefill_tokens, core.reads_in_slot)

@@ -32,7 +32,7 @@ class Visitors:
     """Which hosts and origins may send requests.
 
     Attributes:
-      own: names of this server besides the loopback ones; the address that a connection was made to always counts.
+      addresses: names of this server besides the loopback ones; the address that a connection was made to always counts.
       any_host: whether any Host is accepted if `ServerConfig.allowed_hosts` is empty.
     """
 

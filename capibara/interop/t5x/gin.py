@@ -165,7 +165,7 @@ class _Bindings:
     Attributes:
       left: (scope, owner's last name, parameter) -> value.
       lines: of our file.
-      kept: macros of T5X's that ours has, too.
+      retained: macros of T5X's that ours has, too.
       notes: on bindings that are not written.
       modules: that T5X's file imports.
     """

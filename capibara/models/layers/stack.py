@@ -172,8 +172,8 @@ def run(
       loop, remat: scan or unroll, and what the backward pass recomputes of each layer.
       all_trained: whether every parameter gets a gradient; with adapters most get none.
       numbered: whether `apply` is also passed the layer's number.
-      beside: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not in a pipeline.
-      span: first layer to run and end of the range; `pattern` and `beside` start at the first one. None: all layers.
+      of_layers: pytree of arrays with an axis of layers, whose slice is also passed to `apply`; not in a pipeline.
+      span: first layer to run and end of the range; `pattern` and `of_layers` start at the first one. None: all layers.
       some: the modules that some layers lack; within the span, layers at the same place of the pattern have the same.
       repeats: how often each layer is applied before the next one; layers without statistics alone have more than 1.
 

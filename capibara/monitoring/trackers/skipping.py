@@ -20,7 +20,7 @@ class Skipping(Tracker):
       tracker: of a run that has started.
       label: its name in messages.
       say: prints a line for the user.
-      said: the lines so far, also of earlier sessions: none is repeated.
+      reported: the lines so far, also of earlier sessions: none is repeated.
     """
 
     def __init__(self, tracker: Tracker, label: str, say: Callable[[str], None], reported: set[str]):

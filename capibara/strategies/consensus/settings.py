@@ -229,7 +229,7 @@ class Settings(Agreement):
 
         Args:
           agreed: the model that the round began with.
-          own: the nodes' models, [nodes, ...].
+          node_params: the nodes' models, [nodes, ...].
           number: the step.
         """
         del agreed, number

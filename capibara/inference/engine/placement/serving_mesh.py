@@ -23,8 +23,8 @@ class ServingMesh:
     """How generation is sharded: rows of slots along `data`, heads and hidden units along `tensor`.
 
     Attributes:
-      tensor: devices that share each layer; None: as many as divide the model's heads. Emulated devices are one
-        processor: of them, one per process is used unless more are requested.
+      tensor: devices that share each layer; None: as many as divide the model's heads. Emulated devices share one processor:
+        of them, one per process is used unless more are requested.
       data: number of replicas of such groups, each with its share of the slots; None: as many as there are devices for.
     """
 

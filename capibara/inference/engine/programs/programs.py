@@ -86,14 +86,14 @@ class Programs(NamedTuple):
       resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
       read: (params, state, batch of one row, slot [1], length [1], table [1, M]) -> logits [1, V], and the state with that
         row's tokens in the slot, after its first `length` ones.
-      one: (rows of any tree, index) -> the tree of that row alone.
+      take_row: (rows of any tree, index) -> the tree of that row alone.
       admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
         its next token; `next` and `history` are of one row. Row None: the slot has it already.
-      step: (params, state, settings, next, count, table, alternatives, beside, slots) -> state, and every row's next `count`
-        tokens, at most Sizes.steps; a forced token is the first one. `beside`: the adapters of the rows, as `adapters` of a
+      step: (params, state, settings, next, count, table, alternatives, adapters, slots) -> state, and every row's next `count`
+        tokens, at most Sizes.steps; a forced token is the first one. `adapters`: those of the rows, as in a
         batch; None: no adapters. `slots` [R]: the rows are those of R slots, which differ from each other, and the other
         arguments have R rows, too; None: all slots, in order.
-      verify: (params, state, settings, next, guesses, counts, table, alternatives, beside, slots) -> state, and every row's
+      verify: (params, state, settings, next, guesses, counts, table, alternatives, adapters, slots) -> state, and every row's
         next tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row
         with guesses may choose any token.
       row: (state, slot, table, positions) -> the cache of that slot, cut to its first positions.

@@ -22,7 +22,7 @@ class Adapters:
 
     Args:
       model: that the engine serves, with merged adapters already merged.
-      given: the adapters; empty: programs are compiled without adapters.
+      adapters: to serve; empty: programs are compiled without adapters.
       params: of that model; read only if an adapter has magnitudes.
       mesh: of the devices; None: one device.
       rules: sharding rules.

@@ -143,7 +143,7 @@ def check_characters(
       served: the model.
       config: the limits.
       param: the parameter that contains it.
-      own: whether the text includes that of a chat template.
+      is_conversation: whether the text includes that of a chat template.
     """
     most = most_characters(served, config)
     if characters > (2 * most + _TEMPLATE_CHARACTERS if is_conversation else most):

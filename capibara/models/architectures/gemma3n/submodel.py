@@ -61,7 +61,7 @@ class Submodel:
         """The configuration of what is left.
 
         Raises:
-          UserError: as `kept`, or widths are none that the layers have.
+          UserError: as `retained_layers`, or widths are none that the layers have.
         """
         retained = self.retained_layers(config)
         widths = self._widths(config, retained)

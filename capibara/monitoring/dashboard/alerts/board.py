@@ -25,7 +25,7 @@ class Alert:
     Attributes:
       id: identifies it.
       run_id, run_name: of the run.
-      found: what was found, as it was last seen.
+      finding: as it was last seen.
       ended_s: when it was over: seconds since 1970; None: it is not.
     """
 
