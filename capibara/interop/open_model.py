@@ -25,7 +25,7 @@ from capibara.interop import hub
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import mtp, tables, wrappers
 from capibara.interop.hf.layout.tensors import Shape, Tensor
-from capibara.interop.quantize.formats import finite
+from capibara.interop.quantize.values import finite
 from capibara.models.api import Adapter, Head, Model, with_head, with_value_head, without_mtp, without_streaming
 from capibara.optim import OptimizerConfig
 from capibara.storage import copies

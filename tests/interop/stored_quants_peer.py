@@ -2,7 +2,7 @@
 
     python tests/interop/stored_quants_peer.py tests/interop/stored_quants.json [SEED]
 
-(pip install torch transformers compressed-tensors; or vllm; or torch 'mlx[cpu]'.) Each library that is installed makes its own cases; those of the
+(pip install torch transformers compressed-tensors torchao auto-round; or vllm; or torch 'mlx[cpu]'.) Each library that is installed makes its own cases; those of the
 others stay as they are. A case has the quantization_config, the dtype of the model, the stored tensors, and the values' hash.
 """
 
@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -25,8 +25,10 @@ import torch  # noqa: E402
 
 BASE = "model.layers.0.self_attn.q_proj"
 OUTPUTS, INPUTS = 24, 96
+WHOLE_OUTPUTS = 32  # for words of 3-bit zeros, and NVFP4 of torchao
 KINDS = {
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
@@ -37,6 +39,7 @@ KINDS = {
     torch.uint32: "U32",
 }
 Case = tuple[str, dict[str, Any], str, dict[str, torch.Tensor], torch.Tensor]
+TYPED = tuple[str, dict[str, Any], str, dict[str, torch.Tensor], torch.Tensor, dict[str, str]]  # with a file's metadata
 
 
 def content(value: torch.Tensor) -> bytes:
@@ -159,6 +162,77 @@ def of_transformers(draw: torch.Generator) -> Iterator[Case]:
     yield "FP8 of the weight, bfloat16", about, "bfloat16", parts, values
 
 
+def of_gemma(draw: torch.Generator) -> Iterator[Case]:
+    """Gemma's own format, as transformers computes it."""
+    from transformers.integrations.gemma_quant import QuantizedEmbedding, QuantizedLinear
+
+    for bits in (2, 4, 8):
+        for dtype in (torch.bfloat16, torch.float16):
+            module = QuantizedLinear(INPUTS, OUTPUTS, num_bits=bits)
+            codes = torch.randint(0, 256, module.weight.shape, generator=draw, dtype=torch.uint8)
+            module.weight.data = codes.view(torch.int8) if bits == 8 else codes
+            module.weight_scale.data = 0.01 + 0.1 * torch.rand(OUTPUTS, 1, generator=draw)
+            parts = {f"{BASE}.{name}": value for name, value in module.state_dict().items()}
+            about = {"quant_method": "gemma", "num_bits": 4, "module_quant_configs": {"q_proj$": {"num_bits": bits}}}
+            yield f"{bits} bits, {str(dtype)[6:]}", about, str(dtype)[6:], parts, module._dequantize_weights(dtype)
+    table = QuantizedEmbedding(OUTPUTS, INPUTS, torch.float16, embed_scale=7.0, num_bits=4)
+    table.embedding_quantized.data = torch.randint(0, 256, (OUTPUTS, INPUTS // 2), generator=draw, dtype=torch.uint8)
+    table.embedding_scale.data = 0.01 + 0.1 * torch.rand(OUTPUTS, 3, generator=draw)
+    about = {"quant_method": "gemma", "quantize_embeddings": True}
+    parts = {f"{BASE}.{name}": value for name, value in table.state_dict().items()}
+    yield "embedding in blocks, float16", about, "float16", parts, table.weight
+
+
+def of_torchao(draw: torch.Generator) -> Iterator[TYPED]:
+    from torchao import quantization
+    from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig, NVFP4WeightOnlyConfig
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    group, integers = quantization.PerGroup(32), quantization.IntxWeightOnlyConfig
+    asymmetric = quantization.MappingType.ASYMMETRIC
+    configs = {
+        "int8 of channels": quantization.Int8WeightOnlyConfig(version=2),
+        "int8 in groups": quantization.Int8WeightOnlyConfig(version=2, granularity=group),
+        "int4 in groups": integers(weight_dtype=torch.int4, granularity=group),
+        "int3 in groups, zeros": integers(weight_dtype=torch.int3, granularity=group, mapping_type=asymmetric),
+        "FP8 of channels": quantization.Float8WeightOnlyConfig(),
+        "MXFP8": MXDynamicActivationMXWeightConfig(),
+        "NVFP4": NVFP4WeightOnlyConfig(),
+    }
+    for name, config in configs.items():
+        linear = torch.nn.Linear(INPUTS, WHOLE_OUTPUTS, bias=False, dtype=torch.bfloat16)
+        linear.weight.data = torch.randn(WHOLE_OUTPUTS, INPUTS, generator=draw).to(torch.bfloat16)
+        quantization.quantize_(linear, config)
+        stored, metadata = flatten_tensor_state_dict({f"{BASE}.weight": linear.weight.data})
+        about = {"quant_method": "torchao", "quant_type": {"default": {"_type": type(config).__name__}}}
+        yield f"{name}, bfloat16", about, "bfloat16", stored, linear.weight.dequantize(), metadata
+
+
+def of_auto_round(draw: torch.Generator) -> Iterator[Case]:
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    size = 32
+    for packing, kind in (("auto_round:auto_gptq", qlinear_torch_zp), ("auto_round", qlinear_torch)):
+        for bits in (2, 3, 4, 8):
+            linear = torch.nn.Linear(INPUTS, WHOLE_OUTPUTS, bias=False)
+            linear.weight.data = torch.randn(WHOLE_OUTPUTS, INPUTS, generator=draw)
+            scales = (0.2 + torch.rand(WHOLE_OUTPUTS, INPUTS // size, generator=draw)) * 2.0 ** (2 - bits)
+            zeros = torch.randint(1, 2**bits, scales.shape, generator=draw).float()
+            module = kind.QuantLinear(bits, size, INPUTS, WHOLE_OUTPUTS, False)
+            module.device = torch.device("cpu")  # which its pack reads, and nothing sets
+            module.pack(linear, scales, zeros)
+            values = module(torch.eye(INPUTS, dtype=torch.float16)).T
+            parts = {f"{BASE}.{name}": value for name, value in module.state_dict().items()}
+            about = {
+                "quant_method": "auto-round",
+                "packing_format": packing,
+                "bits": bits,
+                "group_size": size,
+                "sym": False,
+            }
+            yield f"{bits} bits of {packing}", about, "bfloat16", parts, values
+
+
 def of_vllm(draw: torch.Generator) -> Iterator[Case]:
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
@@ -201,24 +275,34 @@ def of_mlx(draw: torch.Generator) -> Iterator[Case]:
         yield f"{mode} of {bits} bits in groups of {size}, {dtype}", how, dtype, parts, values
 
 
-MAKERS = {"compressed-tensors": of_compressed_tensors, "transformers": of_transformers, "vllm": of_vllm, "mlx": of_mlx}
+# By the distribution that makes the cases; several makers of one have names with a part after a colon.
+MAKERS: dict[str, Callable[[torch.Generator], Iterator[Any]]] = {
+    "compressed-tensors": of_compressed_tensors,
+    "transformers": of_transformers,
+    "transformers: gemma": of_gemma,
+    "vllm": of_vllm,
+    "mlx": of_mlx,
+    "torchao": of_torchao,
+    "auto-round": of_auto_round,
+}
 
 
 def main(path: str, seed: int = 0) -> None:
     made: dict[str, Any] = json.loads(pathlib.Path(path).read_text()) if os.path.exists(path) else {}
     for library, maker in MAKERS.items():
-        module = library.replace("-", "_")
+        distribution = library.partition(":")[0]
+        module = distribution.replace("-", "_")
         if importlib.util.find_spec(module) is None or (library != "vllm" and importlib.util.find_spec("vllm")):
             continue
-        version = importlib.metadata.version(library)
+        version = importlib.metadata.version(distribution)
         cases = {}
-        for name, about, dtype, parts, values in maker(torch.Generator().manual_seed(seed)):
+        for name, about, dtype, parts, values, *metadata in maker(torch.Generator().manual_seed(seed)):
             cases[name] = {
                 "config": about,
                 "dtype": dtype,
                 "parts": {part: described(value) for part, value in parts.items()},
                 "values": {"dtype": str(values.dtype)[6:], "hash": hashlib.sha256(content(values)).hexdigest()},
-            }
+            } | ({"metadata": metadata[0]} if metadata else {})
         made[library] = {"version": version, "cases": cases}
     pathlib.Path(path).write_text(json.dumps(made, indent=1) + "\n")
 

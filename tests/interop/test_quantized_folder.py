@@ -179,7 +179,7 @@ def state(**changes):
     [
         ({"quant_method": "quanto"}, {}, "quant_method = 'quanto'"),
         ([], {}, "quant_method = None"),
-        (GPTQ | {"bits": 3}, {}, "quantization_config.bits is 3, must be 2, 4 or 8"),
+        (GPTQ | {"bits": 9}, {}, f"quantization_config.bits is 9 for {BASE}, must be 2 or 3"),
         (GPTQ | {"checkpoint_format": "marlin"}, {}, "checkpoint_format is 'marlin'"),
         (GPTQ, {f"{BASE}.scales": np.ones((4, 31), np.float16)}, "scales has the shape"),
         (GPTQ, {f"{BASE}.scales": np.ones((4, 32), np.int8)}, "scales is stored as I8"),

@@ -1,4 +1,4 @@
-"""Weights of compressed-tensors, FP8 and ModelOpt are read bit by bit as the libraries read them; the rest is refused."""
+"""Quantized weights of other libraries are read bit by bit as they read them; the rest is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GOLDEN = json.loads((HERE / "stored_quants.json").read_text())
 CASES = {f"{library}: {name}": case for library, of in GOLDEN.items() for name, case in of["cases"].items()}
 BASE = "model.layers.0.self_attn.q_proj"
 DTYPES = {
-    "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "U32": np.uint32,
+    "F8_E4M3": np.uint8, "F8_E8M0": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "U32": np.uint32,
     "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32,
 }  # fmt: skip
 PYTHON = os.environ.get("QUANT_PYTHON")
@@ -37,8 +37,8 @@ PYTHON = os.environ.get("QUANT_PYTHON")
 class Parts:
     """A folder of a few tensors, each a pair of its dtype in safetensors and its values."""
 
-    def __init__(self, config, tensors):
-        self.config, self._tensors = config, tensors
+    def __init__(self, config, tensors, metadata=None):
+        self.config, self._tensors, self._metadata = config, tensors, metadata or {}
         self.tokenizer, self.about = {}, {}
 
     def shapes(self):
@@ -52,6 +52,9 @@ class Parts:
 
     def stored(self, name):
         return self._tensors[name][1]
+
+    def metadata(self):
+        return self._metadata
 
     read = stored
 
@@ -68,7 +71,9 @@ def opened(case, changes=(), config=None):
     stored = {name: value for name, value in (tensors(case) | dict(changes)).items() if value is not None}
     about = case["config"] if config is None else config
     return quantized_folder.QuantizedFolder(
-        Parts({"model_type": "llama", "dtype": case["dtype"], "quantization_config": about}, stored)
+        Parts(
+            {"model_type": "llama", "dtype": case["dtype"], "quantization_config": about}, stored, case.get("metadata")
+        )
     )
 
 
@@ -197,7 +202,7 @@ def of_bitsandbytes(name):
 
 
 def as_case(config, parts, value):
-    kinds = {np.dtype(kind): name for name, kind in DTYPES.items() if name != "F8_E4M3"}
+    kinds = {np.dtype(kind): name for name, kind in DTYPES.items() if not name.startswith("F8")}
     described = {
         name: {
             "kind": kinds[part.dtype],
@@ -381,9 +386,9 @@ def test_blocks_that_do_not_divide_a_weight_keep_their_size(experts):
         quantized_folder.QuantizedFolder(Parts({"quantization_config": config}, stored))
 
 
-def save(path, stored):
+def save(path, stored, metadata=None):
     """A safetensors file; numpy has no 8-bit floats."""
-    header, content = {}, b""
+    header, content = {"__metadata__": metadata} if metadata else {}, b""
     for name, (kind, value) in stored.items():
         data = np.ascontiguousarray(value).tobytes()
         header[name] = {"dtype": kind, "shape": value.shape, "data_offsets": [len(content), len(content) + len(data)]}
@@ -407,7 +412,7 @@ def saved(folder, case, beside=False):
         (folder / "hf_quant_config.json").write_text(
             json.dumps({"producer": {"name": "modelopt"}, "quantization": inner | {"exclude_modules": ["lm_head"]}})
         )
-    save(folder / "model.safetensors", tensors(case))
+    save(folder / "model.safetensors", tensors(case), case.get("metadata"))
 
 
 @pytest.mark.parametrize(
@@ -417,6 +422,8 @@ def saved(folder, case, beside=False):
         ("compressed-tensors", "NVFP4", False),
         ("vllm", "NVFP4", False),
         ("vllm", "NVFP4", True),
+        ("transformers: gemma", "4 bits", False),
+        ("torchao", "MXFP8", False),
     ],
 )
 def test_a_folder_on_the_disk(library, name, beside, tmp_path):

@@ -23,7 +23,7 @@ from capibara.interop.gguf import write as gguf_write
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf import tables, torch_file
-from capibara.interop.quantize.formats import finite
+from capibara.interop.quantize.values import finite
 from capibara.models import api
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig
 

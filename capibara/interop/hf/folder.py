@@ -103,6 +103,11 @@ class HfFolder:
         """The dtype's name in safetensors: I32, U8, F16, ..."""
         return self._slice(name).get_dtype()
 
+    def metadata(self) -> dict[str, str]:
+        """What the headers of the safetensors files say besides tensors."""
+        files = [file for file in dict.fromkeys(self._files.values()) if file in self._ranges]
+        return {key: value for file in files for key, value in (self._open(file).metadata() or {}).items()}
+
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""
         for weights, index in ((WEIGHTS, INDEX), (TORCH_WEIGHTS, TORCH_INDEX)):

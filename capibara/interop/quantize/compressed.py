@@ -19,10 +19,10 @@ from capibara.core import projections
 from capibara.core.types import UserError
 from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.layout.tensors import Shape, Tensor, letters
-from capibara.interop.quantize.formats import finite, fp4
-from capibara.interop.quantize.formats.weights import FP8_LARGEST, NVFP4_GROUP, Blocks
 from capibara.interop.quantize.grid import words
 from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize
+from capibara.interop.quantize.values import finite, fp4
+from capibara.interop.quantize.values.weights import FP8_LARGEST, NVFP4_GROUP, Blocks
 
 Rows = Mapping[str, tuple[Tensor, tuple[int, ...]]]  # tensor of a checkpoint -> row of the table, its numbers
 

@@ -11,8 +11,19 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats import bitsandbytes, compressed_tensors, fp8, mlx, modelopt, mxfp4, words
-from capibara.interop.quantize.formats.weights import Folder, Quantized
+from capibara.interop.quantize.formats import (
+    auto_round,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gemma,
+    mlx,
+    modelopt,
+    mxfp4,
+    torchao,
+    words,
+)
+from capibara.interop.quantize.values.weights import Folder, Quantized
 
 # Of config.json: the second one is an older name of compressed-tensors, the last one MLX's.
 CONFIG_KEYS = ("quantization_config", "compression_config", mlx.CONFIG_KEY)
@@ -26,6 +37,10 @@ _READERS: dict[str, Callable[[Folder, Mapping[str, object]], Quantized]] = {
     "mxfp8": fp8.fp8,
     "modelopt": modelopt.modelopt,
     "mlx": mlx.mlx,
+    "auto-round": auto_round.auto_round,
+    "fbgemm_fp8": fp8.fbgemm_fp8,
+    "gemma": gemma.gemma,
+    "torchao": torchao.torchao,
 }
 _MODELOPT = "hf_quant_config.json"  # of folders whose config.json does not have it
 _OTHER_NAMES = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "modelopt_mxfp8": "modelopt"}

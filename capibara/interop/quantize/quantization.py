@@ -22,10 +22,10 @@ from capibara.interop.hf import tables
 from capibara.interop.hf.layout import tensors
 from capibara.interop.hf.layout.tensors import Shape, Tensor
 from capibara.interop.quantize import awq, calibration, grid
-from capibara.interop.quantize.formats import finite
 from capibara.interop.quantize.gptq import gptq
 from capibara.interop.quantize.grid import Grid, Packed
 from capibara.interop.quantize.options import GROUP_SIZES, Method, Quantize
+from capibara.interop.quantize.values import finite
 from capibara.models import api
 
 _INTEGERS = (".qweight", ".qzeros", ".g_idx")  # parts of a weight in words

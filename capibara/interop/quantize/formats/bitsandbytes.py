@@ -15,7 +15,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats.weights import (
+from capibara.interop.quantize.values.weights import (
     FLOATS,
     Folder,
     Quantized,

@@ -14,9 +14,10 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats import fp4, schemes
+from capibara.interop.quantize.formats import schemes
 from capibara.interop.quantize.formats.schemes import Scheme
-from capibara.interop.quantize.formats.weights import (
+from capibara.interop.quantize.values import fp4
+from capibara.interop.quantize.values.weights import (
     FLOATS,
     FP8,
     Blocks,

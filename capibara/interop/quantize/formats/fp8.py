@@ -19,7 +19,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats.weights import (
+from capibara.interop.quantize.values.weights import (
     EXPONENTS,
     FLOATS,
     FP8,
@@ -79,6 +79,15 @@ def fp8(folder: Folder, about: Mapping[str, object]) -> Quantized:
     return Quantized(weights, parts | activations, tuple(notes))
 
 
+def fbgemm_fp8(folder: Folder, about: Mapping[str, object]) -> Quantized:
+    """The weights of a folder of transformers' quant_method fbgemm_fp8: each output has a scale."""
+    check_keys(about, frozenset(("quant_method", "activation_scale_ub", "modules_to_not_convert")))
+    bound = about.get("activation_scale_ub")
+    if bound is not None and not isinstance(bound, int | float):
+        raise UserError(f"quantization_config.activation_scale_ub is {limits.shortened(bound)}, must be a number")
+    return fp8(folder, {"quant_method": "fp8", "modules_to_not_convert": about.get("modules_to_not_convert")})
+
+
 def _block(about: Mapping[str, object]) -> tuple[int, int] | None:
     """Outputs and inputs of a block; None: a weight has one scale."""
     block = about.get("weight_block_size")
@@ -124,7 +133,9 @@ def _weight(
     leading, (outputs, inputs) = shape[:-2], shape[-2:]
     size = block or (outputs, inputs)
     expected: Shape = (*leading, -(-outputs // size[0]), -(-inputs // size[1]))
-    if block is None and np.prod(shapes[scale], dtype=int) == np.prod(leading, dtype=int):
+    if block is None and tuple(shapes[scale]) in ((outputs,), (outputs, 1)) and not leading:
+        size, expected = (1, inputs), tuple(shapes[scale])
+    elif block is None and np.prod(shapes[scale], dtype=int) == np.prod(leading, dtype=int):
         expected = tuple(shapes[scale])  # with or without dimensions of 1
     check(folder, shapes, scale, expected, (*FLOATS, *EXPONENTS))
     dtype = compute_dtype(folder.config)

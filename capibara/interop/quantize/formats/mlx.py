@@ -18,8 +18,9 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats import fp4
-from capibara.interop.quantize.formats.weights import (
+from capibara.interop.quantize.formats.words import unpacked
+from capibara.interop.quantize.values import fp4
+from capibara.interop.quantize.values.weights import (
     FLOATS,
     Blocks,
     Folder,
@@ -32,7 +33,6 @@ from capibara.interop.quantize.formats.weights import (
     powers,
     scaled,
 )
-from capibara.interop.quantize.formats.words import unpacked
 
 CONFIG_KEY = "quantization"  # of config.json; newer folders have it as quantization_config, too
 _WORD, _ROWS = 32, 256

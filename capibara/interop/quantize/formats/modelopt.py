@@ -14,9 +14,9 @@ import numpy as np
 from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats import fp4
 from capibara.interop.quantize.formats.fp8 import factors
-from capibara.interop.quantize.formats.weights import (
+from capibara.interop.quantize.values import fp4
+from capibara.interop.quantize.values.weights import (
     FLOATS,
     FP8,
     NVFP4_GROUP,

@@ -15,8 +15,8 @@ import numpy as np
 from capibara.core.types import UserError
 from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.formats import finite, fp4
-from capibara.interop.quantize.formats.weights import Folder, Quantized, Weight, bases, check, check_keys
+from capibara.interop.quantize.values import finite, fp4
+from capibara.interop.quantize.values.weights import Folder, Quantized, Weight, bases, check, check_keys
 
 BLOCK = 32
 _BIAS, _LARGEST_BYTE = 127, 254  # 255 is NaN

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from capibara.core import limits
 from capibara.core.types import UserError
-from capibara.interop.quantize.formats.weights import check_keys, names
+from capibara.interop.quantize.values import patterns
+from capibara.interop.quantize.values.weights import check_keys, names
 
 FORMATS = (
     "pack-quantized",
@@ -42,7 +43,6 @@ num_bits type symmetric strategy group_size block_structure dynamic actorder sca
 """.split()
 )
 _REGEX = "re:"
-_MOST_PATTERNS = 256  # each is compared with every module
 _CLASS = "Linear"  # the class of every module that has a quantized weight
 
 
@@ -122,7 +122,7 @@ def read(about: Mapping[str, object]) -> Schemes:
         unused += [f"{where}.{key}" for key in ("input_activations", "output_activations") if group.get(key)]
     ignored = dict.fromkeys(names(about, "ignore"))
     for targets in (schemes, ignored):
-        _check_patterns(targets)
+        patterns.compiled([target.removeprefix(_REGEX) for target in targets if target.startswith(_REGEX)])
     return Schemes(schemes, ignored, tuple(unused))
 
 
@@ -233,20 +233,6 @@ def _check_form(scheme: Scheme, where: str) -> None:
             f"{where} is {scheme.type} with {scheme.bits} bits, strategy {scheme.strategy} and group_size {scheme.group}, "
             f"which {scheme.form} cannot store"
         )
-
-
-def _check_patterns(targets: Iterable[str]) -> None:
-    """Raises UserError for patterns that are no regular expressions, take too long, or are too many."""
-    patterns = [target for target in targets if target.startswith(_REGEX)]
-    if len(patterns) > _MOST_PATTERNS:
-        raise UserError(f"quantization_config has {len(patterns):,} patterns, must have at most {_MOST_PATTERNS}")
-    for target in patterns:
-        try:
-            limits.check_pattern(target.removeprefix(_REGEX))
-            re.compile(target.removeprefix(_REGEX))
-        except (limits.Refused, re.error, RecursionError, OverflowError) as error:
-            shown = limits.shortened(target)
-            raise UserError(f"quantization_config has the pattern {shown}, which cannot be used: {error}") from None
 
 
 def _matching(module: str, targets: Mapping[str, object]) -> Iterator[str]:

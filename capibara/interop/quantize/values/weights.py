@@ -44,6 +44,8 @@ class Folder(Protocol):
 
     def kind(self, name: str) -> str: ...
 
+    def metadata(self) -> dict[str, str]: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Weight:

@@ -1,0 +1,1 @@
+"""How stored codes and scales become values, whatever the format."""

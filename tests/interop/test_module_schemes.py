@@ -1,0 +1,168 @@
+"""Schemes of modules in a quantization_config: AutoRound's, GPTQModel's and Gemma's patterns, and classes of torchao."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from capibara.core.types import UserError
+from capibara.interop.quantize.formats import torchao
+from tests.interop.test_stored_quants import BASE, CASES, OLDER, case_of, opened, tensors
+
+ROUND = CASES["auto-round: 4 bits of auto_round:auto_gptq"]
+FP8 = case_of("FP8 of channels")
+WHOLE = "auto_round:llm_compressor"
+
+
+def reads(case, config, changes=()):
+    value = opened(case, changes, config).read(f"{BASE}.weight")
+    assert hashlib.sha256(value.tobytes()).hexdigest() == case["values"]["hash"]
+
+
+@pytest.mark.parametrize("stated", [BASE, "q_proj", r"layers\.\d+\.self_attn\.[qkv]_proj$"])
+def test_auto_round_has_schemes_by_name_and_by_pattern(stated):
+    """A name that no module has is searched in names; one of a module counts before patterns."""
+    config = ROUND["config"] | {"bits": 8, "extra_config": {stated: {"bits": 4}, "lm_head": {"bits": 16}}}
+    reads(ROUND, config)
+    reads(ROUND, config | {"extra_config": {"attn": {}, "self_attn": {"bits": 8}, BASE: {"bits": 4}}})
+    with pytest.raises(UserError, match=r"qzeros has the shape \[3, 4\], must be \[3, 8\]"):
+        reads(ROUND, config | {"extra_config": {"k_proj": {"bits": 4}}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packing_format": "auto_round:exllama"}, "packing_format is 'auto_round:exllama', must be one of"),
+        ({"rotation_configs": [{"kind": "hadamard"}]}, "'rotation_configs' = .*which capibara does not know"),
+        ({"data_type": "mx_int"}, f"data_type is 'mx_int' for {BASE}, must be int"),
+        ({"extra_config": {"a+": {"bits": 4, "turn": 1}}}, "has 'turn' = 1"),
+        ({"extra_config": {"(a+)+$": {"bits": 4}}}, "which cannot be used"),
+        ({"extra_config": ["q_proj"]}, "must be modules and their schemes"),
+        ({"bits": 9}, f"bits is 9 for {BASE}, must be 2 or 3"),
+        ({"group_size": [8, 8]}, f"group_size is .* for {BASE}, must be a number"),
+    ],
+)
+def test_what_auto_round_says_otherwise_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        opened(ROUND, config=ROUND["config"] | changes)
+
+
+def test_zeros_are_as_the_packing_says():
+    """The same words, with zeros minus 1 or as they are: the name of the packing alone tells them apart."""
+    values = [
+        opened(ROUND, config=ROUND["config"] | {"packing_format": packing}).read(f"{BASE}.weight").astype(np.float32)
+        for packing in ("auto_round:auto_gptq", "auto_round", "auto_round:gptqmodel", "auto_round:gptq")
+    ]
+    assert (values[0] != values[1]).all()
+    np.testing.assert_array_equal(values[1], values[2])
+    np.testing.assert_array_equal(values[0], values[3])
+
+
+@pytest.mark.parametrize(
+    ("name", "stated"),
+    [
+        ("MXFP4", {"data_type": "mx_fp", "bits": 4, "group_size": 32}),
+        ("MXFP8", {"data_type": "mx_fp", "bits": 8, "group_size": 32}),
+        ("NVFP4", {"data_type": "nv_fp", "bits": 4, "group_size": 16}),
+    ],
+)
+def test_small_floats_of_auto_round_are_those_of_compressed_tensors(name, stated):
+    case, about = case_of(name), {"quant_method": "auto-round", "packing_format": WHOLE, **stated}
+    reads(case, about | {"extra_config": {"mlp": {"bits": 16}}, "act_bits": 4, "act_dynamic": True})
+    for wrong in ({"bits": 3}, {"data_type": "mx_int"}, {"bits": [4]}):
+        with pytest.raises(UserError, match=f"for {BASE}, must be mx_fp and 4 or"):
+            reads(case, about | wrong)
+
+
+def test_fp8_has_a_scale_for_each_output():
+    """As AutoRound's fp8_static, with scales [O], and fbgemm_fp8's, [O, 1]."""
+    stored = tensors(FP8)
+    kind, scales = stored[f"{BASE}.weight_scale"]
+    flat = {f"{BASE}.weight_scale": (kind, scales.reshape(-1)), f"{BASE}.input_scale": ("F32", np.ones(1, np.float32))}
+    static = {"quant_method": "auto-round", "packing_format": "auto_round:fp8_static", "activation_scheme": "static"}
+    reads(FP8, static | {"fmt": "e4m3", "bits": 8, "group_size": -1, "data_type": "fp"}, flat)
+    reads(FP8, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]})
+    for change in ({"activation_scale_ub": "much"}, {"surprise": 1}, {"modules_to_not_convert": [BASE]}):
+        with pytest.raises(UserError):
+            reads(FP8, {"quant_method": "fbgemm_fp8", **change})
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_folders_that_auto_round_writes_for_others(method):
+    """With all keys of auto-round 0.16.1; they say nothing of the codes."""
+    more = {
+        "autoround_version": "0.16.1", "data_type": "int", "enable_quanted_input": False, "provider": "auto-round",
+        "to_quant_block_names": "model.layers",
+    }  # fmt: skip
+    reads(OLDER[method], OLDER[method]["config"] | more)
+
+
+def test_gptq_has_schemes_by_patterns_from_the_start_of_a_name():
+    case = OLDER["gptq"]
+    eight = case["config"] | {"bits": 8, "format": "gptq", "method": "gptq"}
+    reads(case, eight | {"dynamic": {r"+:.*\.q_proj": {"bits": 4}, r".*": {"bits": 8}, "-:.*": {}}})
+    reads(case, case["config"] | {"dynamic": {"-:lm_head": {}, "-:q_proj": {}, "+:self_attn": {"bits": 2}}})
+    for dynamic, message in (
+        ({r"-:.*\.q_proj": {}}, "dynamic leaves it out"),
+        ({r".*\.q_proj": {"bits": 4, "turn": 1}}, "has 'turn' = 1"),
+        ({"(a*)*": {}}, "which cannot be used"),
+        ({r".*\.q_proj": {"bits": 5}}, "which 5-bit codes do not fill|scales has 3 groups|has the shape"),
+        ([BASE], "must be patterns and what differs there"),
+    ):
+        with pytest.raises(UserError, match=message):
+            reads(case, case["config"] | {"dynamic": dynamic})
+    with pytest.raises(UserError, match="method is 'qqq', must be gptq"):
+        reads(case, case["config"] | {"method": "qqq"})
+
+
+def test_gemma_has_bits_by_patterns():
+    case = CASES["transformers: gemma: 2 bits, bfloat16"]
+    reads(case, {"quant_method": "gemma", "num_bits": 2})
+    reads(case, {"quant_method": "gemma", "module_quant_configs": {"self_attn": {"num_bits": 2}, "q_proj": {}}})
+    with pytest.raises(UserError, match="num_bits is 3, must be 2, 4 or 8"):
+        reads(case, {"quant_method": "gemma", "num_bits": 3})
+    with pytest.raises(UserError, match=r"q_proj\.weight is stored as U8, must be I8"):
+        reads(case, {"quant_method": "gemma", "num_bits": 8})
+
+
+def test_fixed_scales_of_gemmas_activations_are_told(caplog):
+    opened(CASES["transformers: gemma: 4 bits, bfloat16"], {f"{BASE}.k_cache_scale": ("F32", np.ones(()))})
+    assert "activations and key/value caches of fixed scales: not computed" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Int4Tensor", "Int4TilePackedTo4dTensor", None])
+def test_classes_of_torchao_are_named(name):
+    case = CASES["torchao: int8 in groups, bfloat16"]
+    text = case["metadata"][f"{BASE}.weight"]
+    metadata = {f"{BASE}.weight": text.replace("Int8Tensor", name)} if name else {}
+    with pytest.raises(UserError, match=f"of torchao's '{name}', must be one of" if name else "no class of torchao"):
+        opened({**case, "metadata": metadata})
+
+
+def test_what_the_metadata_of_torchao_say_is_checked():
+    """Scales have shapes that other blocks would have, too: the metadata decide."""
+    case = CASES["torchao: MXFP8, bfloat16"]
+    text = case["metadata"][f"{BASE}.weight"]
+    for old, new, message in (
+        ('"is_swizzled_scales": true', '"is_swizzled_scales": false', r"has the shape .*, must be \[32, 3\]"),
+        ('"block_size": 32', '"block_size": 64', "block_size 64"),
+        ("float8_e4m3fn", "float8_e5m2", "must be E4M3 or E2M1"),
+        ('"scale"]', '"scale", "act_pre_scale"]', "scales activations"),
+        ('"qdata", "scale"', '"qdata"', "is not listed in the metadata"),
+        ('"bfloat16"', '"float64"', "has the dtype"),
+    ):
+        assert old in text
+        with pytest.raises(UserError, match=message):
+            opened({**case, "metadata": {f"{BASE}.weight": text.replace(old, new)}})
+
+
+def test_swizzled_scales_are_where_tensor_cores_read_them():
+    """Rows of 130 and 5 columns, in two by two tiles of 128 and 4: row r lies in r % 32, columns at 4 * (r // 32)."""
+    scales = np.arange(130 * 5).reshape(130, 5)
+    stored = np.zeros((2 * 2, 32, 16), int)
+    for row, column in np.ndindex(scales.shape):
+        tile = 2 * (row // 128) + column // 4
+        stored[tile, row % 32, 4 * (row % 128 // 32) + column % 4] = scales[row, column]
+    np.testing.assert_array_equal(torchao.deswizzled(stored.reshape(64, 32), (130, 5)), scales)
