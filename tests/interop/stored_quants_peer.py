@@ -2,7 +2,7 @@
 
     python tests/interop/stored_quants_peer.py tests/interop/stored_quants.json [SEED]
 
-(pip install torch transformers compressed-tensors torchao auto-round; or vllm; or torch 'mlx[cpu]'.) Each library that is installed makes its own cases; those of the
+(pip install torch transformers compressed-tensors torchao auto-round amd-quark; or vllm; or torch 'mlx[cpu]'.) Each library that is installed makes its own cases; those of the
 others stay as they are. A case has the quantization_config, the dtype of the model, the stored tensors, and the values' hash.
 """
 
@@ -16,6 +16,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -233,6 +234,43 @@ def of_auto_round(draw: torch.Generator) -> Iterator[Case]:
             yield f"{bits} bits of {packing}", about, "bfloat16", parts, values
 
 
+def of_quark(draw: torch.Generator) -> Iterator[Case]:
+    import transformers
+    from quark.torch import ModelQuantizer, export_safetensors, quantization
+    from safetensors.torch import load_file
+
+    group = dict(ch_axis=-1, is_dynamic=False, scale_type="float", group_size=32)
+    channel = dict(ch_axis=0, is_dynamic=False)
+    specs = {
+        "FP8 of the weight": quantization.FP8E4M3PerTensorSpec(observer_method="min_max", is_dynamic=False),
+        "FP8 of channels": quantization.FP8E4M3PerChannelSpec(**channel),
+        "int8 of channels": quantization.Int8PerChannelSpec(
+            symmetric=True, scale_type="float", round_method="half_even", **channel
+        ),
+        "int4 in groups": quantization.Int4PerGroupSpec(**group),
+        "uint4 in groups": quantization.Uint4PerGroupSpec(**group),
+        "MXFP4": quantization.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False),
+    }
+    sizes = dict(vocab_size=32, hidden_size=INPUTS, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    for name, spec in specs.items():
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, num_key_value_heads=2, head_dim=WHOLE_OUTPUTS // 2)
+        ).to(torch.bfloat16)
+        weight = model.get_submodule(BASE).weight
+        weight.data = torch.randn(weight.shape, generator=draw).to(torch.bfloat16)
+        scheme = quantization.QLayerConfig(weight=spec.to_quantization_spec())
+        quantizer = ModelQuantizer(quantization.QConfig(global_quant_config=scheme, exclude=["lm_head"]))
+        model = quantizer.freeze(quantizer.quantize_model(model, [{"input_ids": torch.arange(8)[None]}]))
+        module = model.get_submodule(BASE)
+        values = module.get_quant_weight(module.weight).detach()
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            export_safetensors(model, folder)
+            stored = load_file(f"{folder}/model.safetensors")
+            about = json.loads(pathlib.Path(folder, "config.json").read_text())["quantization_config"]
+        parts = {name: value for name, value in stored.items() if name.startswith(BASE)}
+        yield f"{name}, bfloat16", about, "bfloat16", parts, values
+
+
 def of_vllm(draw: torch.Generator) -> Iterator[Case]:
     from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
@@ -284,6 +322,7 @@ MAKERS: dict[str, Callable[[torch.Generator], Iterator[Any]]] = {
     "mlx": of_mlx,
     "torchao": of_torchao,
     "auto-round": of_auto_round,
+    "amd-quark": of_quark,
 }
 
 
@@ -291,7 +330,7 @@ def main(path: str, seed: int = 0) -> None:
     made: dict[str, Any] = json.loads(pathlib.Path(path).read_text()) if os.path.exists(path) else {}
     for library, maker in MAKERS.items():
         distribution = library.partition(":")[0]
-        module = distribution.replace("-", "_")
+        module = {"amd-quark": "quark"}.get(distribution, distribution.replace("-", "_"))
         if importlib.util.find_spec(module) is None or (library != "vllm" and importlib.util.find_spec("vllm")):
             continue
         version = importlib.metadata.version(distribution)

@@ -166,3 +166,38 @@ def test_swizzled_scales_are_where_tensor_cores_read_them():
         tile = 2 * (row // 128) + column // 4
         stored[tile, row % 32, 4 * (row % 128 // 32) + column % 4] = scales[row, column]
     np.testing.assert_array_equal(torchao.deswizzled(stored.reshape(64, 32), (130, 5)), scales)
+
+
+QUARK = CASES["amd-quark: uint4 in groups, bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exclude": ["*q_proj"]}, "scales a module that quantization_config excludes"),
+        ({"algo_config": [{"name": "rotation"}]}, "algo_config has .*rotation.*must be one of awq"),
+        ({"layer_type_quant_config": {"Linear": {}}}, "no layer_type_quant_config"),
+        ({"global_quant_config": None}, "does not say how its weight is stored"),
+        ({"export": {"pack_method": "other"}}, "pack_method is 'other', must be reorder or order"),
+    ],
+)
+def test_what_quark_says_otherwise_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        opened(QUARK, config=QUARK["config"] | changes)
+
+
+def test_layers_of_quark_have_schemes_by_name():
+    right = QUARK["config"]["global_quant_config"]
+    wrong = right | {"weight": right["weight"] | {"dtype": "mx6"}}
+    reads(QUARK, QUARK["config"] | {"global_quant_config": wrong, "layer_quant_config": {"*.q_proj": right}})
+    reads(QUARK, QUARK["config"] | {"algo_config": [{"name": "awq"}], "layer_quant_config": {"*.k_proj": wrong}})
+    with pytest.raises(UserError, match="has the dtype 'mx6'"):
+        reads(QUARK, QUARK["config"] | {"layer_quant_config": {"*q_proj": wrong}})
+
+
+def test_codes_of_quark_lie_as_the_packing_says():
+    plain = opened(QUARK, config=QUARK["config"] | {"export": {"pack_method": "order"}}).read(f"{BASE}.weight")
+    packed = opened(QUARK).read(f"{BASE}.weight")
+    assert (plain != packed).any()
+    np.testing.assert_array_equal(plain[0::8], packed[0::8])  # of each eight, the first and the last stay
+    np.testing.assert_array_equal(plain[7::8], packed[7::8])

@@ -20,6 +20,7 @@ from capibara.interop.quantize.formats import (
     mlx,
     modelopt,
     mxfp4,
+    quark,
     torchao,
     words,
 )
@@ -40,6 +41,7 @@ _READERS: dict[str, Callable[[Folder, Mapping[str, object]], Quantized]] = {
     "auto-round": auto_round.auto_round,
     "fbgemm_fp8": fp8.fbgemm_fp8,
     "gemma": gemma.gemma,
+    "quark": quark.quark,
     "torchao": torchao.torchao,
 }
 _MODELOPT = "hf_quant_config.json"  # of folders whose config.json does not have it

@@ -18,12 +18,14 @@ LENGTH = 24
 def model_and_params(config):
     """A model and parameters of which none is 0 or 1 by its initialisation."""
     model = api.build(config)
-    leaves, tree = jax.tree.flatten(jax.jit(model.init)(jax.random.key(0)))
-    noise = [
-        0.1 * jax.random.normal(key, x.shape)
-        for key, x in zip(jax.random.split(jax.random.key(1), len(leaves)), leaves)
-    ]
-    return model, jax.tree.unflatten(tree, [x + y for x, y in zip(leaves, noise, strict=True)])
+
+    def noisy():
+        leaves, tree = jax.tree.flatten(model.init(jax.random.key(0)))
+        keys = jax.random.split(jax.random.key(1), len(leaves))
+        noise = [0.1 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(tree, [x + y for x, y in zip(leaves, noise, strict=True)])
+
+    return model, jax.jit(noisy)()
 
 
 @functools.cache
@@ -49,7 +51,7 @@ def the_cache_gives_whole_rows(config, first=9, sizes=(14, 1)):
     model, params = model_and_params(config)
     batch = batch_of()
     want = logits_of(config)(params, batch)
-    served, cache, at = model.serving(params), model.start_cache(2, LENGTH), first
+    served, cache, at = jax.jit(model.serving)(params), model.start_cache(2, LENGTH), first
     piece = {"tokens": batch["tokens"][:, :first], "counts": np.full(2, first, np.int32)}
     logits, cache = jax.jit(model.prefill)(served, piece, cache)
     pieces = [logits[:, None]]
@@ -80,5 +82,5 @@ def adapters_merge(config, *targets):
     model, params = model_and_params(config)
     changed = logits_of(config)(params, batch_of())
     plain = jax.jit(model.plain.logits)
-    assert np.abs(changed - plain(model.base(params), batch_of())).max() > 1e-4
-    np.testing.assert_allclose(plain(model.merge(params), batch_of()), changed, rtol=0, atol=5e-5)
+    assert np.abs(changed - plain(jax.jit(model.base)(params), batch_of())).max() > 1e-4
+    np.testing.assert_allclose(plain(jax.jit(model.merge)(params), batch_of()), changed, rtol=0, atol=5e-5)

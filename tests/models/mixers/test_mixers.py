@@ -243,7 +243,7 @@ def test_adapters_of_all_weights_merge_to_the_same_logits(name):
     assert len(set(np.asarray(factor["scale"]).tolist())) == 2 and factor["scale"][2] != factor["scale"][0]
     batch = row(np.arange(30, dtype=np.int32) + 5, np.ones(30))
     want = np.asarray(jax.jit(model.logits)(params, batch))
-    got = np.asarray(jax.jit(model.plain.logits)(model.merge(params), batch))
+    got = np.asarray(jax.jit(model.plain.logits)(jax.jit(model.merge)(params), batch))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 

@@ -147,15 +147,20 @@ def test_drafts_are_those_of_the_whole_row(name):
 
 def test_further_drafts_apply_the_module_to_its_own_states():
     model, params = built(mtp=Mtp())
-    tokens, serving = rows()["tokens"], model.serving(params)
-    _, cache = model.prefill(serving, {"tokens": tokens[:, :4], "counts": jnp.full(2, 4)}, model.start_cache(2, 16))
-    first, second, _ = jnp.moveaxis(draft(model, serving, tokens[:, 4], cache, 3, V), 1, 0)
+    tokens, serving, prefill = rows()["tokens"], jax.jit(model.serving)(params), jax.jit(model.prefill)
+    _, cache = prefill(serving, {"tokens": tokens[:, :4], "counts": jnp.full(2, 4)}, model.start_cache(2, 16))
+    drafts = jax.jit(lambda last, cache: draft(model, serving, last, cache, 3, V))(tokens[:, 4], cache)
+    first, second, _ = jnp.moveaxis(drafts, 1, 0)
+
+    def ahead(state, tokens, now, cache):
+        return jax.jit(lambda *args: model.ahead.draft(serving, *args[:2], now, args[2]))(state, tokens, cache)
+
     state = cache["layers"][-1][api.mtp.STATE][:, None]
     now = api.PrefillInputs(jnp.full(2, 3), jnp.ones(2, jnp.int32), jnp.full((2, 1), 3), False)
-    state, after = model.ahead.draft(serving, state, tokens[:, 4:5], now, cache)
+    state, after = ahead(state, tokens[:, 4:5], now, cache)
     np.testing.assert_array_equal(jnp.argmax(model.logits_of(params, state)[:, 0], -1), first)
     later = api.PrefillInputs(jnp.full(2, 4), jnp.ones(2, jnp.int32), jnp.full((2, 1), 4), False)
-    state, _ = model.ahead.draft(serving, state, first[:, None], later, after)
+    state, _ = ahead(state, first[:, None], later, after)
     np.testing.assert_array_equal(jnp.argmax(model.logits_of(params, state)[:, 0], -1), second)
 
 
