@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from capibara.cli.arguments import flags
+from capibara.core import allocator
 from capibara.planner.search import questions
 
 _DESCRIPTION = """Find mesh, batch size and rematerialisation for a model on a TPU slice, and predict their cost.
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return plan(args)
 
 
+@allocator.without_collection()
 def plan(args: argparse.Namespace) -> int:
     """Searches, verifies and reports; returns the exit code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # computes only shapes

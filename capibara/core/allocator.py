@@ -1,14 +1,17 @@
-"""Tunes glibc's allocator for JAX on a CPU; on other systems it does nothing.
+"""Tunes glibc's allocator for JAX on a CPU, which does nothing on other systems, and Python's garbage collector.
 
 Imports only the standard library, so that the peers of benchmarks/ can use the same settings.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import os
 import sys
+from collections.abc import Iterator
 
 # Options of glibc's mallopt (malloc.h), where their names begin with M_.
 _MMAP_MAX, _TRIM_THRESHOLD, _ARENA_MAX = -4, -1, -8
@@ -38,6 +41,22 @@ def give_back() -> None:
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if libc is not None and hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Keeps the garbage collector off, for short work on objects that stay; also a decorator.
+
+    Importing JAX and Flax makes a million objects, which the collector looks through again and again: a seventh of the CPU
+    time of `capibara plan`.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _use_huge_pages(libc: ctypes.CDLL) -> None:

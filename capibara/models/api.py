@@ -240,7 +240,7 @@ class Model:
         chosen = trains(self.config)
         return {} if chosen is None else tree.part(params, lambda name: not chosen(name))
 
-    @property
+    @functools.cached_property  # a search of plans asks for it tens of thousands of times
     def trains_head(self) -> bool:
         """Whether training changes the output projection."""
         name = {Head.TIED: "embedding", Head.SEPARATE: "output", Head.SCORE: "score"}[self.config.head]

@@ -1,11 +1,14 @@
 """glibc's malloc after keep_freed_memory, in child processes: settings of the allocator cannot be taken back."""
 
+import gc
 import pathlib
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from capibara.core import allocator
 
 ENABLED = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
 GLIBC = platform.libc_ver()[0] == "glibc"
@@ -48,3 +51,21 @@ def test_addresses_that_are_not_granted_change_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == [str(2**26)]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_off_and_then_as_before(enabled):
+    @allocator.without_collection()
+    def fail():
+        assert not gc.isenabled()
+        raise ValueError
+
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        for _ in range(2):  # a decorated function can be called again
+            with pytest.raises(ValueError):
+                fail()
+            assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()

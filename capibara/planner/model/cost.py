@@ -200,8 +200,9 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
     chip = slice_.chip
     host = memory.host_bytes(work, choice) if choice.remat.kind is Remat.OFFLOAD else 0.0
     host_s = 2 * choice.accumulation * host / chip.device_pcie_bytes_per_s
-    compute_s = sum(part.seconds for part in compute(work, choice, slice_, flops))
-    elementwise_s = elementwise_bytes(work, choice, chip) / chip.device_hbm_bytes_per_s
+    parts, between = compute(work, choice, slice_, flops), elementwise_bytes(work, choice, chip)
+    compute_s, elementwise_s = sum(part.seconds for part in parts), between / chip.device_hbm_bytes_per_s
+    forward = forward_s(work, choice, chip, flops, parts, between)
     layers_bytes, update_bytes = hbm_bytes(work, choice)
     bandwidth = chip.device_hbm_bytes_per_s * HBM_REACHED
     collectives = tuple(_collectives(work, choice, layout))
@@ -210,7 +211,7 @@ def cost(work: Workload, choice: Choice, slice_: Slice) -> Cost:
         elementwise_s=elementwise_s,
         hbm_s=layers_bytes / bandwidth,
         host_s=host_s,
-        host_exposed_s=_host_exposed_s(host_s, forward_s(work, choice, slice_, flops), compute_s + elementwise_s),
+        host_exposed_s=_host_exposed_s(host_s, forward, compute_s + elementwise_s),
         update_s=update_bytes / bandwidth,
         links_s=sum(c.seconds for c in collectives if c.overlaps),
         blocking_s=sum(c.exposed * c.seconds for c in collectives if not c.overlaps),
@@ -261,15 +262,17 @@ def compute(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> tupl
     return tuple(part for part in parts if part.flops)
 
 
-def forward_s(work: Workload, choice: Choice, slice_: Slice, flops: Flops) -> float:
-    """Seconds of the layers' forward pass: its share of compute and of the element-wise work between."""
-    seconds = {part.name: part.seconds for part in compute(work, choice, slice_, flops)}
+def forward_s(
+    work: Workload, choice: Choice, chip: Chip, flops: Flops, parts: tuple[Compute, ...], between: float
+) -> float:
+    """Seconds of the layers' forward pass: its share of `compute`'s parts and of the element-wise bytes between them."""
+    seconds = {part.name: part.seconds for part in parts}
     products = seconds.get("layers", 0.0) + seconds.get("experts", 0.0)
     attention = seconds.get("attention", 0.0) / (1 + _ATTENTION_BACKWARD + recomputed(work, choice)[1])
-    between = elementwise_bytes(work, choice, slice_.chip) - _loss_elementwise_bytes(work, choice, slice_.chip)
+    between -= _loss_elementwise_bytes(work, choice, chip)
     passes = 3 + (choice.remat.kind is not Remat.NONE)
     of_products = flops.forward / (flops.forward + flops.backward + flops.recompute)
-    return of_products * products + attention + between / passes / slice_.chip.device_hbm_bytes_per_s
+    return of_products * products + attention + between / passes / chip.device_hbm_bytes_per_s
 
 
 def _host_exposed_s(host_s: float, forward_s: float, busy_s: float) -> float:

@@ -7,6 +7,7 @@ pass of the layers (saved activations, all gradients, and one layer's recomputat
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -133,7 +134,7 @@ class Memory:
             "update": self.state + self.scale * self.gradients,
         }
 
-    @property
+    @functools.cached_property  # a search asks for it several times
     def peak(self) -> float:
         return max(self.moments.values())
 
@@ -142,7 +143,14 @@ class Memory:
         return max(self.moments, key=self.moments.__getitem__)
 
 
-def memory(work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_bytes: float = math.inf) -> Memory:
+def memory(
+    work: Workload,
+    choice: Choice,
+    chip: Chip,
+    scale: float = 1.0,
+    most_bytes: float = math.inf,
+    layers: list[LayerResults] | None = None,
+) -> Memory:
     """Predicts the memory of a choice.
 
     Args:
@@ -152,8 +160,9 @@ def memory(work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_
       scale: correction of everything but the state, learned from compiles of this model.
       most_bytes: HBM of a device that a plan may use. If the usual schedule does not fit, XLA's scheduler stops hiding
         collectives and holds less at once: that schedule is predicted then.
+      layers: `results_of_layers`, which depends on mesh and rows alone; None: not known yet.
     """
-    layers = [layer_results(work, stack, choice) for stack in work.stacks]
+    layers = layers or results_of_layers(work, choice)
     usual = _usual(work, choice, chip, layers, scale)
     if usual.peak <= most_bytes:
         return usual
@@ -163,7 +172,7 @@ def memory(work: Workload, choice: Choice, chip: Chip, scale: float = 1.0, most_
 
 def host_bytes(work: Workload, choice: Choice) -> float:
     """Saved activations in the host's memory, of one device."""
-    layers = [layer_results(work, stack, choice) for stack in work.stacks]
+    layers = results_of_layers(work, choice)
     return sum(_in_all_layers(layer.stack, choice) * saved_bytes(work, layer, choice)[1] for layer in layers)
 
 
@@ -300,6 +309,11 @@ class LayerResults(NamedTuple):
     named: Mapping[str, float]
     residual: float
     hidden: float
+
+
+def results_of_layers(work: Workload, choice: Choice) -> list[LayerResults]:
+    """What one layer of each stack computes."""
+    return [layer_results(work, stack, choice) for stack in work.stacks]
 
 
 def layer_results(work: Workload, stack: Stack, choice: Choice) -> LayerResults:

@@ -276,6 +276,7 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
     host_limit = slice_.device_host_bytes * _HOST_SHARE
     base = Choice(sizes=sizes, rows=1)
     shards = base.batch_shards(work)
+    layers = functools.cache(lambda rows: memory.results_of_layers(work, dataclasses.replace(base, rows=rows)))
     for dtype, remat in itertools.product(question.state_dtypes, question.remats or _known(work, slice_)):
 
         @functools.cache  # most pairs are evaluated more than once
@@ -283,7 +284,7 @@ def _of_mesh(work: Workload, slice_: Slice, sizes: tuple[int, ...], question: Qu
             rows: int, accumulation: int, remat: RematPolicy = remat, dtype: StateDtype = dtype
         ) -> tuple[Choice, Memory]:
             choice = _choice(base, rows=rows, accumulation=accumulation, remat=remat, state_dtype=dtype)
-            return choice, memory.memory(work, choice, slice_.chip, question.scale(choice), limit)
+            return choice, memory.memory(work, choice, slice_.chip, question.scale(choice), limit, layers(rows))
 
         def peak(rows: int, accumulation: int) -> float:
             predicted = weighed(rows, accumulation)[1]
