@@ -32,7 +32,6 @@ from typing import Any
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))  # the checkout's package, installed or not
 GIB = 2**30
-LENGTH = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +39,20 @@ class Row:
     """One compilation.
 
     Attributes:
-      model: DecoderConfig's fields.
+      model: DecoderConfig's fields, or the name of a file in gin/models.
       slice: the TPU slice; all chips are one fsdp axis.
-      rows: rows of LENGTH tokens a chip.
+      rows: rows a chip.
       remat, names: Plan.remat and remat_names.
       maxtext: MaxText's remat_policy; None: MaxText is not asked.
       recorded_gib: MaxText's recorded peak; inf: it ran out of memory (7b-6 with libtpu 0.0.52: 15.76 of 15.75 GiB).
       loss: "blocked", or "whole logits" for the plain formula in place of ours.
       family: MaxText's keys of a model that is no Llama.
       options: whether each side is compiled with the other's compiler options, too. MaxText comes with none.
+      length: tokens of a row.
+      bindings: more Gin statements for a model that is read from a file.
     """
 
-    model: dict[str, Any]
+    model: dict[str, Any] | str
     slice: str
     rows: int
     remat: str = "full"
@@ -61,6 +62,8 @@ class Row:
     loss: str = "blocked"
     family: dict[str, Any] = dataclasses.field(default_factory=dict)
     options: bool = False
+    length: int = 2048
+    bindings: tuple[str, ...] = ()
 
 
 _1B = {"vocab_size": 32_000, "embed_dim": 2048, "num_layers": 16, "num_heads": 16, "mlp_dim": 7168}
@@ -87,6 +90,12 @@ _OF_GEMMA2 |= {"base_num_decoder_layers": 13, "sliding_window_size": 4096}  # a 
 _OF_GEMMA3 = _OF_GEMMA | {"model_name": "gemma3-4b", "override_model_config": True}  # it asks for a name
 _OF_GEMMA3 |= {"decoder_block": "gemma3", "sliding_window_size": 1024, "rope_max_timescale": 1_000_000}
 _OF_GEMMA3 |= {"local_rope_max_timescale": 10_000, "rope_linear_scaling_factor": 8.0}
+# The balance loss as in ours, else it is off there.
+_MIXTRAL = {"model_name": "mixtral-8x7b", "load_balance_loss_weight": 0.02}
+_DROPPING = {"sparse_matmul": False, "megablox": False, "capacity_factor": 1.25}
+_CAPACITY = ('Moe.dispatch = "capacity"', "Moe.capacity_factor = 1.25")
+_QWEN3_30B = {"model_name": "qwen3-30b-a3b", "load_balance_loss_weight": 0.001}
+_GPT_OSS = {"model_name": "gpt-oss-20b", "load_balance_loss_weight": 0.001}
 _QKV = {"remat": "save", "names": ("query", "key", "value"), "maxtext": "save_qkv_proj"}
 ROWS = {
     "1b-1": Row(_1B, "v5e-64", 1, recorded_gib=0.75),
@@ -97,50 +106,93 @@ ROWS = {
     "7b-5": Row(_7B, "v5e-64", 5, **_QKV),
     "7b-6": Row(_7B, "v5e-64", 6, recorded_gib=float("inf"), **_QKV),
     "7b-7": Row(_7B, "v5e-64", 7, recorded_gib=float("inf"), **_QKV),
-    **{f"gemma2-2b-{n}": Row(_GEMMA2_2B, "v5e-64", n, family=_OF_GEMMA2, options=True) for n in (1, 2, 4, 8)},
-    **{f"gemma3-4b-{n}": Row(_GEMMA3_4B, "v5e-64", n, family=_OF_GEMMA3, options=True) for n in (1, 2, 4, 8)},
+    **{f"gemma2-2b-{n}": Row(_GEMMA2_2B, "v5e-64", n, family=_OF_GEMMA2, options=n == 1) for n in (1, 2, 4, 8)},
+    **{f"gemma3-4b-{n}": Row(_GEMMA3_4B, "v5e-64", n, family=_OF_GEMMA3, options=n == 1) for n in (1, 2, 4, 8)},
+    "8b-2": Row("llama3.1_8b", "v5e-64", 2, family={"model_name": "llama3.1-8b"}),
+    "8b-8192": Row("llama3.1_8b", "v6e-64", 1, length=8192, family={"model_name": "llama3.1-8b"}),
+    "qwen3-8b-2": Row("qwen3_8b", "v5e-64", 2, family={"model_name": "qwen3-8b"}),
+    "qwen3-8b-8192": Row("qwen3_8b", "v6e-64", 1, length=8192, family={"model_name": "qwen3-8b"}),
+    "mixtral-1": Row("mixtral_8x7b", "v5e-64", 1, family=_MIXTRAL),
+    "qwen3-30b-1": Row("qwen3_30b_a3b", "v5e-64", 1, family=_QWEN3_30B),
+    "gpt-oss-20b-1": Row("gpt_oss_20b", "v5e-64", 1, family=_GPT_OSS),
+    "mixtral-2": Row("mixtral_8x7b", "v6e-64", 2, length=4096, family=_MIXTRAL),
+    "mixtral-capacity-2": Row(
+        "mixtral_8x7b",
+        "v6e-64",
+        2,
+        length=4096,
+        bindings=_CAPACITY,
+        family=_MIXTRAL | _DROPPING,
+    ),
+    "qwen3-30b-2": Row("qwen3_30b_a3b", "v6e-64", 2, length=4096, family=_QWEN3_30B),
+    "gpt-oss-20b-2": Row("gpt_oss_20b", "v6e-64", 2, length=4096, family=_GPT_OSS),
     "vocabulary-256k": Row(_256K, "v5e-64", 8, maxtext=None),
     "vocabulary-256k-whole": Row(_256K, "v5e-64", 8, maxtext=None, loss="whole logits"),
 }
 
 
-def compile_ours(row: Row, options: dict[str, str] | None) -> dict[str, Any]:
+def compile_ours(row: Row, options: dict[str, str] | None, hlo: str | None = None) -> dict[str, Any]:
     """Lowers and compiles the train step that `capibara.train` runs; runs in a child process.
 
-    `options` are the compiler's; None: those that `capibara.train` takes.
+    `options` are the compiler's; None: those that `capibara.train` takes. `hlo`: a file for the optimised HLO.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"
+    from capibara import sharding
+    from capibara.models import api
+    from capibara.objectives import base
+    from capibara.planner.compiler import compile as planner
+    from capibara.planner.hardware import slices, topology, xla_flags
+    from capibara.planner.model import choice, memory, workload
+    from capibara.training import setup
+
+    if row.loss == "whole logits":
+        base.cross_entropy = _whole_logits
+    devices, chip = topology.slice_devices(row.slice), slices.parse(row.slice).chip
+    trainer = trainer_of(row, len(devices))
+    model = api.build(trainer.model)
+    mesh = sharding.make_mesh(trainer.plan, devices)
+    lowered = setup.lower_step(trainer, model, mesh)
+    options = xla_flags.options(chip.name) if options is None else options
+    report = planner.compile_train_step(lowered, options)
+    if hlo:
+        with open(hlo, "w", encoding="utf-8") as file:
+            file.write(report.text)
+    plan = choice.Choice(
+        sizes=tuple(trainer.plan.axes[axis] for axis in sharding.MESH_AXES),
+        rows=row.rows,
+        remat=trainer.plan.remat_policy,
+    )
+    predicted = memory.memory(workload.of_run(trainer), plan, chip, most_bytes=chip.device_usable_hbm_bytes)
+    model_flops = model.flops_per_token(row.length) * row.rows * row.length
+    return report.to_json() | {"model_flops": model_flops, "predicted_bytes": predicted.peak}
+
+
+def trainer_of(row: Row, devices: int) -> Any:
+    """The run of a row."""
+    from planner import Point, case
+
     from capibara import sharding
     from capibara.data.pipeline.loader import Dataset
     from capibara.models import api
     from capibara.models.parts.config import Head
-    from capibara.objectives import base
     from capibara.optim import Optimizer, Schedule
-    from capibara.planner.compiler import compile as planner
-    from capibara.planner.hardware import topology, xla_flags
-    from capibara.training import setup
     from capibara.training.trainer import Trainer
 
-    if row.loss == "whole logits":
-        base.cross_entropy = _whole_logits
-    devices = topology.slice_devices(row.slice)
+    if isinstance(row.model, str):
+        mesh = {"fsdp": devices}
+        point = Point(row.model, row.slice, mesh, row.rows, row.remat, row.names, row.length, bindings=row.bindings)
+        return case(point).run
     names = {"remat_names": row.names} if row.names else {}
     fields = {"head": Head.SEPARATE} | row.model
     fields |= {"rope": api.Rope(**fields["rope"])} if "rope" in fields else {}
-    trainer = Trainer(
+    return Trainer(
         model_dir="unused",
         steps=1000,
         model=api.DecoderConfig(**fields),
-        plan=sharding.Plan(batch_size=row.rows * len(devices), remat=sharding.Remat(row.remat), **names),
-        dataset=Dataset(mixture_or_task_name="unused", length=LENGTH),
+        plan=sharding.Plan(batch_size=row.rows * devices, fsdp=devices, remat=sharding.Remat(row.remat), **names),
+        dataset=Dataset(mixture_or_task_name="unused", length=row.length),
         optimizer=Optimizer(schedule=Schedule(learning_rate=3e-4)),
     )
-    model = api.build(trainer.model)
-    mesh = sharding.make_mesh(trainer.plan, devices)
-    lowered = setup.lower_step(trainer, model, mesh)
-    options = xla_flags.options(row.slice.partition("-")[0]) if options is None else options
-    report = planner.compile_train_step(lowered, options)
-    return report.to_json() | {"model_flops": model.flops_per_token(LENGTH) * row.rows * LENGTH}
 
 
 LOSS_FORMS = ("by blocks of tokens", "by parts of the vocabulary")
@@ -169,8 +221,8 @@ def compile_loss(row: Row, form: str) -> dict[str, Any]:
         with sharding.activate(mesh, rules):
             return dispatch.cross_entropy(*arrays, soft_cap=row.model.get("logit_soft_cap"))
 
-    hidden, head = array((B, LENGTH, D), jnp.bfloat16, "batch"), array((V, D), jnp.float32, "vocab", "embed")
-    targets, weights = (array((B, LENGTH), dtype, "batch") for dtype in (jnp.int32, jnp.float32))
+    hidden, head = array((B, row.length, D), jnp.bfloat16, "batch"), array((V, D), jnp.float32, "vocab", "embed")
+    targets, weights = (array((B, row.length), dtype, "batch") for dtype in (jnp.int32, jnp.float32))
     gradients = jax.jit(
         jax.value_and_grad(loss, (0, 1), has_aux=True), out_shardings=(None, (hidden.sharding, head.sharding))
     )
@@ -200,8 +252,7 @@ def _whole_logits(hidden_BTD, head_VD, targets_BT, weights_BT, *, z_loss=0.0, so
 
 def maxtext_settings(row: Row) -> dict[str, Any]:
     """The row in MaxText's keys."""
-    heads = row.model["num_heads"]
-    return {
+    settings = {
         "run_name": "tpu_compile",
         "base_output_directory": tempfile.gettempdir(),
         "compile_topology": row.slice,
@@ -209,36 +260,48 @@ def maxtext_settings(row: Row) -> dict[str, Any]:
         "skip_jax_distributed_system": True,
         "enable_checkpointing": False,
         "dataset_type": "synthetic",
-        "decoder_block": "llama2",
         "dtype": "bfloat16",
         "weight_dtype": "float32",
-        "vocab_size": row.model["vocab_size"],
-        "base_emb_dim": row.model["embed_dim"],
-        "base_num_decoder_layers": row.model["num_layers"],
-        "base_num_query_heads": heads,
-        "base_num_kv_heads": row.model.get("num_kv_heads", heads),
-        "head_dim": row.model.get("head_dim", row.model["embed_dim"] // heads),
-        "base_mlp_dim": row.model["mlp_dim"],
-        "logits_via_embedding": False,
-        "max_target_length": LENGTH,
+        "max_target_length": row.length,
         "per_device_batch_size": row.rows,
         "remat_policy": row.maxtext,
         "attention": "flash",
         "scan_layers": True,
         "ici_fsdp_parallelism": -1,
-    } | row.family
+    }
+    if isinstance(row.model, str):  # MaxText has a configuration of that name, too
+        return settings | {"override_model_config": True} | row.family
+    heads = row.model["num_heads"]
+    return (
+        settings
+        | {
+            "decoder_block": "llama2",
+            "vocab_size": row.model["vocab_size"],
+            "base_emb_dim": row.model["embed_dim"],
+            "base_num_decoder_layers": row.model["num_layers"],
+            "base_num_query_heads": heads,
+            "base_num_kv_heads": row.model.get("num_kv_heads", heads),
+            "head_dim": row.model.get("head_dim", row.model["embed_dim"] // heads),
+            "base_mlp_dim": row.model["mlp_dim"],
+            "logits_via_embedding": False,
+        }
+        | row.family
+    )
 
 
-def run_ours(name: str, row: Row, options: dict[str, str] | None = None) -> dict[str, Any]:
+def run_ours(
+    name: str, layers: int | None, options: dict[str, str] | None = None, hlo: str | None = None
+) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(HERE) + os.pathsep + os.environ.get("PYTHONPATH", "")}
-    command = [sys.executable, __file__, f"--child={name}", f"--layers={row.model['num_layers']}"]
-    return _last_line([*command, f"--options={json.dumps(options)}"], environment)
+    command = [sys.executable, __file__, f"--child={name}", f"--options={json.dumps(options)}"]
+    command += [f"--layers={layers}"] if layers else []
+    return _last_line(command + ([f"--hlo={hlo}"] if hlo else []), environment)
 
 
-def run_maxtext(row: Row, python: str, options: dict[str, str] | None = None) -> dict[str, Any]:
+def run_maxtext(row: Row, python: str, options: dict[str, str] | None = None, hlo: str | None = None) -> dict[str, Any]:
     import libtpu
 
-    from capibara.planner.compiler import hlo
+    from capibara.planner.compiler import hlo as reader
 
     environment = {**os.environ, "TPU_LIBRARY_PATH": libtpu.get_library_path()}
     environment.pop("PYTHONPATH", None)
@@ -246,7 +309,7 @@ def run_maxtext(row: Row, python: str, options: dict[str, str] | None = None) ->
     if options:
         settings["compile_xla_flags"] = " ".join(f"--{name}={value}" for name, value in options.items())
     with tempfile.TemporaryDirectory() as folder:
-        written = os.path.join(folder, "hlo.txt")
+        written = hlo or os.path.join(folder, "hlo.txt")
         command = [python, os.path.join(HERE, "peers", "maxtext_compile.py"), f"--hlo={written}"]
         line = _last_line([*command, "--settings=" + json.dumps(settings)], environment)
         text = ""
@@ -261,7 +324,7 @@ def run_maxtext(row: Row, python: str, options: dict[str, str] | None = None) ->
         return {"fits": False, "peak_bytes": hbm_need(line["error"])[0]}
     line |= {"fits": True, "peak_bytes": line["peak_memory_in_bytes"]}
     line |= {"argument_bytes": line["argument_size_in_bytes"], "temporary_bytes": line["temp_size_in_bytes"]}
-    return line | ({"costs": vars(hlo.costs(hlo.parse(text)))} if text else {})
+    return line | ({"costs": vars(reader.costs(reader.parse(text)))} if text else {})
 
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
@@ -280,13 +343,15 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
             yield form, found[form]
         show(f"{name}, loss alone", row, *(found[form] for form in reversed(LOSS_FORMS)), ("by parts", "by blocks"))
         return
-    ours = run_ours(name, row)
+    folder = options.hlo
+    texts = {side: folder and os.path.join(folder, f"{name}.{side}.txt") for side in ("ours", "maxtext")}
+    ours = run_ours(name, options.layers, hlo=texts["ours"])
     yield "ours", ours
-    maxtext = run_maxtext(row, python) if python and row.maxtext else None
+    maxtext = run_maxtext(row, python, hlo=texts["maxtext"]) if python and row.maxtext else None
     yield "maxtext", maxtext
     show(name, row, ours, maxtext)
     if row.options and maxtext:
-        plain = run_ours(name, row, {})
+        plain = run_ours(name, options.layers, {})
         yield "ours, no options", plain
         show(f"{name}, without options", row, plain, maxtext)
         with_ours = run_maxtext(row, python, xla_flags.options(row.slice.partition("-")[0]))
@@ -296,8 +361,11 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
 
 def cut(row: Row, layers: int | None) -> Row:
     """The row with so many layers: whole patterns of them; None: all."""
-    if layers in (None, row.model["num_layers"]):
+    if layers is None:
         return row
+    if isinstance(row.model, str):
+        bindings = (*row.bindings, f"DecoderConfig.num_layers = {layers}")
+        return dataclasses.replace(row, bindings=bindings, family=row.family | {"base_num_decoder_layers": layers})
     family = dict(row.family)
     if "base_num_decoder_layers" in family:
         family["base_num_decoder_layers"] = family["base_num_decoder_layers"] * layers // row.model["num_layers"]
@@ -320,7 +388,9 @@ def show(
     titles: tuple[str, str] = ("ours", "MaxText"),
 ) -> None:
     """Prints one row: ours, MaxText's, and the ratio ours / MaxText's; or two others under their titles."""
-    print(f"\n{name}: {row.slice}, {row.rows} x {LENGTH} a chip, remat {' '.join((row.remat, *row.names))}, {row.loss}")
+    print(
+        f"\n{name}: {row.slice}, {row.rows} x {row.length} a chip, remat {' '.join((row.remat, *row.names))}, {row.loss}"
+    )
     print(f"  {'':32}{titles[0]:>12}{titles[1]:>12}{'ratio':>8}")
     mine, theirs = lines(row, ours), lines(row, peer or {})
     if not peer and row.recorded_gib:
@@ -339,6 +409,8 @@ def lines(row: Row, result: dict[str, Any]) -> dict[str, float | None]:
     if not result:
         return table
     table["peak HBM, GiB"] = (result["peak_bytes"] or 0) / GIB or None
+    if "predicted_bytes" in result:
+        table["predicted peak, GiB"] = result["predicted_bytes"] / GIB
     table["fits (1: yes)"] = float(result["fits"])
     if not result["fits"]:
         return table
@@ -369,6 +441,7 @@ def main() -> None:
     parser.add_argument("--maxtext_python", help="python of an environment with maxtext[tpu]==0.2.5")
     parser.add_argument("--json", help="write the results there")
     parser.add_argument("--layers", type=int, help="of every row in place of its own: a quick look")
+    parser.add_argument("--hlo", help="folder to keep the optimised HLO of both sides in")
     parser.add_argument("--loss", action="store_true", help="compile the loss alone, in both of our forms")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
@@ -376,7 +449,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         row = cut(ROWS[options.child], options.layers)
-        found = compile_loss(row, options.form) if options.form else compile_ours(row, options.options)
+        found = compile_loss(row, options.form) if options.form else compile_ours(row, options.options, options.hlo)
         print(json.dumps(found), flush=True)
         return
     unknown = [name for name in options.rows.split(",") if name not in ROWS]

@@ -1,7 +1,8 @@
 """Predicts a train step's HBM on one device, part by part; a compile of the step proves or corrects it.
 
-The peak is the largest of three moments: the loss (all saved activations, no gradients of layers yet), the backward
-pass of the layers (saved activations, all gradients, and one layer's recomputation), and the update.
+The peak is the largest of four moments: the forward pass of layers after the loop, if there are any (saved activations and
+one layer, beside the head, which is gathered meanwhile), the loss (all saved activations, no gradients of layers yet), the
+backward pass of the layers (saved activations, all gradients, and one layer's recomputation), and the update.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ _WORK_HIDDEN, _WORK_HEADS, _WORK_RESIDUAL = 3.0, 1.0, 7.25
 # the residual stream.
 _FROZEN_HIDDEN, _UNWEIGHTED_RESIDUAL = 4.0, 2.0
 _AGAIN_RESIDUAL = 3.0  # of another layer of the loop body, whose attention is made again at the same time
+# Of a layer's forward pass: hidden units, and the residual stream before and after its parts, in bfloat16 and float32. Counted
+# on 30 November 2026 in Gemma 3 4B on v5e-64, 4 rows (libtpu 0.0.50.1).
+_FORWARD_HIDDEN, _FORWARD_RESIDUAL = 2.0, 7.0
 _MOST_AGAIN = {"v5e": 2}  # layers of a loop body at once; the compiler for a v6e takes all six of Gemma 3
 _WORK_RETAINED = 0.5  # of saved hidden units: the rest is read where it is saved, this is copied out for the layer
 # Counted from the code of Gemma 3n; no compiled step has fitted these three yet (benchmarks/planner.py, gemma3n-e2b-*).
@@ -54,6 +58,10 @@ _WORK_KEYS = 3.0  # keys and values of the whole context axis, with their gradie
 # Per layer weight in the compute dtype: gathered and dropped, gradients reduced, in turn. Experts' gradients are fewer
 # and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
+# A v5e gathers and reduces inside fusions: in the MLP's backward pass more weights and gradients are under way, while less of
+# the residual stream is held. Counted on 30 November 2026 in the buffers of Llama 3.1 8B, 2 rows (1.5 of a layer's weights, 2
+# of the residual stream), and of capibara 1B, 12 rows (2.1 and 2), on v5e-64 (libtpu 0.0.50.1). Neither v6e nor steps with results in the host's memory do.
+_UNDER_WAY = {"v5e": (1.8, 2.5)}
 _WORK_FROZEN = 1.3  # for frozen weights: both passes of a layer over them are in the backward pass
 
 
@@ -96,6 +104,8 @@ class Memory:
       layer: what the backward pass of one layer holds.
       weights: a layer's gathered weights, and their gradients before reduction.
       pipeline: for stages: all rows between them with their gradient, and the sum of the layers' gradients over ticks.
+      forward: of the last layer's forward pass and the gathered head, which XLA gathers while layers run that are in no loop;
+        0 if all are.
       loss: gathered head, its gradient, a block of logits, the final hidden states and their gradient.
       held: what a run's loss keeps in addition: reference and engine, if it learns from rewards.
       host: saved activations in the host's memory; not part of any sum.
@@ -114,6 +124,7 @@ class Memory:
     layer: float
     weights: float
     loss: float
+    forward: float = 0.0
     pipeline: float = 0.0
     held: float = 0.0
     host: float = 0.0
@@ -129,6 +140,7 @@ class Memory:
         """Bytes in use at the moments of a step that can be its peak."""
         held = self.saved + self.casts + self.summed
         return {
+            "forward": self.state + self.scale * (held + self.forward),
             "loss": self.state + self.scale * (held + self.loss),
             "backward": self.state + self.scale * (held + self.gradients + self.layer + self.weights + self.pipeline),
             "update": self.state + self.scale * self.gradients,
@@ -167,7 +179,8 @@ def memory(
     if usual.peak <= most_bytes:
         return usual
     layer, loss = _layer_bytes(work, choice, chip, layers, _LEAN), _loss_bytes(work, choice, chip, _LEAN)
-    return dataclasses.replace(usual, layer=layer, loss=loss, lean=True)
+    weights = max(_gathered_bytes(work, stack, choice) for stack in work.stacks)
+    return dataclasses.replace(usual, layer=layer, weights=weights, loss=loss, lean=True)
 
 
 def host_bytes(work: Workload, choice: Choice) -> float:
@@ -202,6 +215,7 @@ def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults
     embedded = _EMBEDDED * work.config.embedded_dim * size / mesh["tensor"]
     saved += embedded * choice.rows * work.length / mesh["context"]
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
+    layer, weights = _backward_bytes(work, choice, chip, layers, weights)
     return Memory(
         parameters=parameters,
         optimizer=work.state[choice.state_dtype].in_memory(mesh, chip),
@@ -211,8 +225,9 @@ def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults
         summed=trained if summed else 0.0,
         casts=work.relaid.in_memory(mesh, chip) + (work.casts.in_memory(mesh, chip) / 4 * size if size < 4 else 0.0),
         saved=saved,
-        layer=_layer_bytes(work, choice, chip, layers, _USUAL),
+        layer=layer,
         weights=weights,
+        forward=_forward_bytes(work, choice, layers[-1], weights),
         loss=_loss_bytes(work, choice, chip, _USUAL),
         pipeline=pipeline,
         held=work.held.in_memory(mesh, chip),
@@ -362,6 +377,20 @@ def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
 
 
+def _backward_bytes(
+    work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults], weights: float
+) -> tuple[float, float]:
+    """A layer and its weights in the usual schedule, in the moment of its backward pass that holds more of both."""
+    layer = _layer_bytes(work, choice, chip, layers, _USUAL)
+    weighted = work.config.moe is None and work.config.lora is None
+    if chip.name not in _UNDER_WAY or not weighted or choice.remat.kind is Remat.OFFLOAD:
+        return layer, weights
+    under_way, held = _UNDER_WAY[chip.name]
+    residual = max(results.residual for results in layers) / choice.pipeline_microbatches
+    other = layer - (_WORK_RESIDUAL - held) * residual, under_way / _WORK_WEIGHTS * weights
+    return max((layer, weights), other, key=sum)
+
+
 def _layer_bytes(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults], order: _Order) -> float:
     # A stage processes one part of the rows at a time.
     parts = choice.pipeline_microbatches
@@ -395,6 +424,18 @@ def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, ch
     # XLA computes the attention of several layers of one loop body again at once; their hidden units one after the other.
     again += (_layers_at_once(work, choice, chip) - 1) * (_WORK_HEADS * heads + _AGAIN_RESIDUAL * residual)
     return again + streams + shared + moe + in_transit
+
+
+def _forward_bytes(work: Workload, choice: Choice, results: LayerResults, weights: float) -> float:
+    """What the last layer's forward pass holds, with the head, if it runs after the loop: a loop has whole patterns."""
+    c, mesh = work.config, choice.mesh
+    stack, named, residual, hidden = results
+    pattern = len(getattr(c, "layer_pattern", (None,)))
+    if stack.name != "decoder" or mesh["stage"] > 1 or stack.layers % pattern == 0:
+        return 0.0
+    heads = named["query"] + named["key"] + named["value"] + named["attention"]
+    layer = _FORWARD_HIDDEN * hidden + heads + _FORWARD_RESIDUAL * residual + weights
+    return layer + c.vocab_size / mesh["tensor"] * c.embed_dim * work.compute_bytes
 
 
 def _layers_at_once(work: Workload, choice: Choice, chip: Chip) -> int:

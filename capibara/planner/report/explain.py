@@ -15,6 +15,7 @@ from capibara.planner.search.ranking import Ranked
 
 _STATE = "parameters + optimizer + average + batch + held"
 _MOMENTS = {
+    "forward": "{scale}(saved + casts + summed + forward)",
     "loss": "{scale}(saved + casts + summed + loss)",
     "backward": "{scale}(saved + casts + summed + gradients + layer + weights + pipeline)",
     "update": "{scale}gradients",

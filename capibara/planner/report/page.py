@@ -131,8 +131,9 @@ def _proof(walk: VerifiedRanking, slice_: Slice) -> Iterator[str]:
 
 def _memory_bar(best: Ranked, slice_: Slice) -> str:
     memory, usable = best.memory, slice_.chip.device_usable_hbm_bytes
-    at_peak = {"loss": ("saved", "casts", "summed", "loss"), "update": ("gradients",)}.get(
-        memory.peak_moment, ("saved", "casts", "summed", "gradients", "layer", "weights", "pipeline")
+    held = ("saved", "casts", "summed")
+    at_peak = {"forward": (*held, "forward"), "loss": (*held, "loss"), "update": ("gradients",)}.get(
+        memory.peak_moment, (*held, "gradients", "layer", "weights", "pipeline")
     )
     scaled = {name: getattr(memory, name) * memory.scale for name in at_peak}
     parts = {name: getattr(memory, name) for name in ("parameters", "optimizer", "average", "batch", "held")} | scaled

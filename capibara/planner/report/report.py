@@ -119,6 +119,7 @@ MEMORY_PARTS = {
     "saved": "saved activations of all layers",
     "layer": "backward pass of one layer",
     "weights": "gathered weights of a layer, and gradients of the trained ones",
+    "forward": "forward pass of a layer after the loop, while the head is gathered",
     "loss": "head, its gradient if it is trained, a block of logits",
     "pipeline": "rows between stages, a second sum of gradients",
     "host": "activations in the host's memory",

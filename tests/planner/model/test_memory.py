@@ -330,6 +330,36 @@ def test_layers_of_one_loop_body_make_their_attention_again_at_once():
             assert all_.layer - one.layer == pytest.approx(more * attention), (chip.name, remat)
 
 
+def test_a_v5e_gathers_and_reduces_more_weights_at_once():
+    """Where a layer's weights are more than its rows; not beside results in the host's memory, and not if HBM is short."""
+    wide = dataclasses.replace(DENSE, embed_dim=4096, num_heads=32, mlp_dim=14336)
+    few, many = (memory_of(wide, rows, fsdp=8) for rows in (1, 64))
+    work, choice = work_of(wide), choice_of(1, "full", fsdp=8)
+    v6e = memory.memory(work, choice, chips.V6E)
+    layer = 2 * (2 * 4096 * 32 * 128 + 2 * 4096 * 4 * 128 + 3 * 4096 * 14336 + 2 * 4096)  # norms, too
+    assert few.weights == pytest.approx(1.8 * layer) and v6e.weights == pytest.approx(0.6 * layer)
+    assert v6e.layer - few.layer == pytest.approx(4.75 * 2048 * 4096 * 2)
+    assert many.weights == pytest.approx(0.6 * layer)
+    lean = memory_of(wide, 1, most_bytes=few.peak * 0.99, fsdp=8)
+    offloads = memory.memory(work, choice_of(1, "offload", fsdp=8), V5E.chip)
+    assert lean.weights == offloads.weights == v6e.weights
+
+
+def test_a_layer_after_the_loop_runs_while_the_head_is_gathered():
+    """Only whole patterns are in the loop; a stage has nothing else."""
+    patterned = dataclasses.replace(DENSE, num_layers=6, window=256, layer_pattern=("local", "global"))
+    odd = dataclasses.replace(patterned, num_layers=7)
+    assert memory_of(DENSE, fsdp=8).forward == memory_of(patterned, fsdp=8).forward == 0
+    few, many = (memory_of(odd, rows, fsdp=8) for rows in (8, 16))
+    head, tokens = 1024 * 512 * 2, 8 * 2048 * 2
+    layer = tokens * (
+        2 * 1024 + 2 * (8 + 4) * 128 + 7 * 512
+    )  # hidden units, heads of 64 in whole lanes, residual stream
+    assert few.forward == pytest.approx(layer + head + few.weights)
+    assert many.forward - few.forward == pytest.approx(layer)
+    assert few.moments["forward"] == few.state + few.saved + few.casts + few.forward
+
+
 def test_the_loss_is_that_of_the_chip_not_of_this_machine(monkeypatch):
     """A v5e's parts leave its hidden gradient on the chip where a v6e's are larger."""
     monkeypatch.setattr(sharding, "device_kind", lambda: pytest.fail("asks this machine"))
