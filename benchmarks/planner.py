@@ -50,7 +50,7 @@ class Point:
       accumulation: micro-batches.
       bindings: more Gin statements.
       calibrate: whether the constants of the model were fitted on it.
-      compiled_gib: what libtpu 0.0.42.1 said on 30 November 2026; None: it was not asked since.
+      compiled_gib: what libtpu 0.0.42.1, or the one that is named, said on 30 November 2026; None: it was not asked since.
     """
 
     model: str
@@ -157,6 +157,9 @@ MEMORY = {
     "llama3.2-1b-save": Point("llama3.2_1b", "v5e-4", {"fsdp": 4}, 4, "save", compiled_gib=7.879),
     # Layers after the loop: four of Gemma 3's 34 are no whole pattern (libtpu 0.0.50.1).
     "gemma3-4b-rest": Point("gemma3_4b", "v5e-64", {"fsdp": 64}, 4, calibrate=True, compiled_gib=4.244),
+    # As many rows as fit, and few; by libtpu 0.0.50.1.
+    "1b-limit": Point("capibara_1b", "v5e-16", {"fsdp": 16}, 48, calibrate=True, compiled_gib=14.789),
+    "8b-few": Point("llama3.1_8b", "v5e-64", {"fsdp": 64}, 2, calibrate=True, compiled_gib=4.193),
     # Results in the host's memory.
     "70b-inputs": Point("llama3_70b", "v6e-64", {"fsdp": 64}, 2, "offload", INPUTS, length=8192, calibrate=True),
     "7b-hidden": Point(

@@ -20,7 +20,8 @@ def gated(activation: Activation, gate: jax.Array, up: jax.Array, *, once: bool 
 
     XLA's TPU back end fuses the formula and its gradients into the matmuls that read them: it stores nothing, but
     computes them again for each tile of their outputs. `once` computes them one time in each pass and stores them. That
-    is worth its memory for the many operations of a GELU, not for the few of SiLU.
+    is worth its memory for the many operations of a GELU, not for the few of SiLU: of 1.1 B on v5e-64 with 12 rows of
+    2048, remat full, it saves 2.2% of the cycles and adds 15% to the peak (compiled on 30 November 2026, libtpu 0.0.50.1).
 
     Args:
       activation: applied to each value; must be hashable, equal ones share a program.

@@ -58,10 +58,6 @@ _WORK_KEYS = 3.0  # keys and values of the whole context axis, with their gradie
 # Per layer weight in the compute dtype: gathered and dropped, gradients reduced, in turn. Experts' gradients are fewer
 # and larger arrays.
 _WORK_WEIGHTS, _WORK_EXPERTS = 0.6, 0.9
-# A v5e gathers and reduces inside fusions: in the MLP's backward pass more weights and gradients are under way, while less of
-# the residual stream is held. Counted on 30 November 2026 in the buffers of Llama 3.1 8B, 2 rows (1.5 of a layer's weights, 2
-# of the residual stream), and of capibara 1B, 12 rows (2.1 and 2), on v5e-64 (libtpu 0.0.50.1). Neither v6e nor steps with results in the host's memory do.
-_UNDER_WAY = {"v5e": (1.8, 2.5)}
 _WORK_FROZEN = 1.3  # for frozen weights: both passes of a layer over them are in the backward pass
 
 
@@ -86,6 +82,26 @@ _EXCHANGED_EXPERTS = (3.0, 4.0)  # experts' inputs and outputs, and hidden units
 # Arrays of each offloaded result that are on their way to or from the host's memory, for one layer. Fitted on 29 November
 # 2026 to Llama 3 8B and 70B and Mixtral 8x7B on v5e and v6e, with and without queries, keys and values (libtpu 0.0.42.1).
 _IN_TRANSIT = 2.5
+
+
+class _Held(NamedTuple):
+    """What a dense layer's backward pass holds beside its hidden units and heads, if its weights are trained.
+
+    Attributes:
+      residual: arrays [tokens, D].
+      normed: queries and keys before their norm.
+      weights: shares of the gathered weights.
+    """
+
+    residual: float = _WORK_RESIDUAL
+    normed: float = 0.0
+    weights: float = _WORK_WEIGHTS
+
+
+# A v5e gathers and reduces inside fusions: more weights and gradients are under way in full remat, and of the residual stream less
+# is held. Counted on 30 November 2026 in the buffers of 1.1 B with 12 rows and Llama 3.1 8B with 2 (libtpu 0.0.50.1, v5e-64), and of
+# capibara 1B with the 48 rows that a v5e of 16 holds.
+_RECOMPUTED = {"v5e": _Held(3.5, 1.0, 1.5)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +195,7 @@ def memory(
     if usual.peak <= most_bytes:
         return usual
     layer, loss = _layer_bytes(work, choice, chip, layers, _LEAN), _loss_bytes(work, choice, chip, _LEAN)
-    weights = max(_gathered_bytes(work, stack, choice) for stack in work.stacks)
+    weights = max(_gathered_bytes(work, stack, choice, _Held()) for stack in work.stacks)
     return dataclasses.replace(usual, layer=layer, weights=weights, loss=loss, lean=True)
 
 
@@ -210,12 +226,11 @@ def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults
         device, away = saved_bytes(work, results, choice)
         stack, times = results.stack, _in_all_layers(results.stack, choice)
         saved, host = saved + times * device, host + times * away
-        weights = max(weights, _gathered_bytes(work, stack, choice))
+        weights = max(weights, _gathered_bytes(work, stack, choice, _held(work, choice, chip)))
         pipeline = max(pipeline, _pipeline_bytes(work, stack, choice))
     embedded = _EMBEDDED * work.config.embedded_dim * size / mesh["tensor"]
     saved += embedded * choice.rows * work.length / mesh["context"]
     encoder, summed = work.encoder_length or 0, choice.accumulation > 1
-    layer, weights = _backward_bytes(work, choice, chip, layers, weights)
     return Memory(
         parameters=parameters,
         optimizer=work.state[choice.state_dtype].in_memory(mesh, chip),
@@ -225,7 +240,7 @@ def _usual(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults
         summed=trained if summed else 0.0,
         casts=work.relaid.in_memory(mesh, chip) + (work.casts.in_memory(mesh, chip) / 4 * size if size < 4 else 0.0),
         saved=saved,
-        layer=layer,
+        layer=_layer_bytes(work, choice, chip, layers, _USUAL),
         weights=weights,
         forward=_forward_bytes(work, choice, layers[-1], weights),
         loss=_loss_bytes(work, choice, chip, _USUAL),
@@ -377,18 +392,12 @@ def _expert_rows(work: Workload, stack: Stack, choice: Choice) -> float:
     return n * mesh["expert"] * min(moe.top_k, moe.num_experts / mesh["expert"])
 
 
-def _backward_bytes(
-    work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults], weights: float
-) -> tuple[float, float]:
-    """A layer and its weights in the usual schedule, in the moment of its backward pass that holds more of both."""
-    layer = _layer_bytes(work, choice, chip, layers, _USUAL)
+def _held(work: Workload, choice: Choice, chip: Chip) -> _Held:
     weighted = work.config.moe is None and work.config.lora is None
-    if chip.name not in _UNDER_WAY or not weighted or choice.remat.kind is Remat.OFFLOAD:
-        return layer, weights
-    under_way, held = _UNDER_WAY[chip.name]
-    residual = max(results.residual for results in layers) / choice.pipeline_microbatches
-    other = layer - (_WORK_RESIDUAL - held) * residual, under_way / _WORK_WEIGHTS * weights
-    return max((layer, weights), other, key=sum)
+    recomputed = choice.remat.kind in (Remat.FULL, Remat.SAVE) and not {*_kept_names(choice.remat)} - {
+        projections.LAYER_INPUT
+    }
+    return _RECOMPUTED.get(chip.name, _Held()) if weighted and recomputed else _Held()
 
 
 def _layer_bytes(work: Workload, choice: Choice, chip: Chip, layers: list[LayerResults], order: _Order) -> float:
@@ -420,7 +429,9 @@ def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, ch
     shared = gathered + _WORK_KEYS * keys + _WORK_SCORES * _scores_bytes(work, stack, choice)
     streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
     in_transit = _IN_TRANSIT * saved_bytes(work, results, choice)[1]
-    again += _WORK_HEADS * heads + (_WORK_RESIDUAL if weighted else _UNWEIGHTED_RESIDUAL) * residual
+    held = _held(work, choice, chip)
+    again += _WORK_HEADS * heads + (held.residual if weighted else _UNWEIGHTED_RESIDUAL) * residual
+    again += held.normed * (named["query"] + named["key"]) if str(work.config.qk_norm) != "none" else 0.0
     # XLA computes the attention of several layers of one loop body again at once; their hidden units one after the other.
     again += (_layers_at_once(work, choice, chip) - 1) * (_WORK_HEADS * heads + _AGAIN_RESIDUAL * residual)
     return again + streams + shared + moe + in_transit
@@ -445,12 +456,12 @@ def _layers_at_once(work: Workload, choice: Choice, chip: Chip) -> int:
     return min(layers, _MOST_AGAIN.get(chip.name, layers))
 
 
-def _gathered_bytes(work: Workload, stack: Stack, choice: Choice) -> float:
+def _gathered_bytes(work: Workload, stack: Stack, choice: Choice, held: _Held) -> float:
     """Bytes of one layer's weights in the compute dtype, gathered except along the tensor and expert axes."""
     mesh, rules = choice.mesh, work.rules
     device_weights = stack.weights.on_device(mesh, without=(*rules.embed, *rules.layers))
     experts = stack.expert_weights.on_device(mesh, without=(*rules.expert_embed, *rules.layers))
-    share = _WORK_WEIGHTS if work.config.lora is None else _WORK_FROZEN
+    share = held.weights if work.config.lora is None else _WORK_FROZEN
     return (share * device_weights + _WORK_EXPERTS * experts) / stack.layers * work.compute_bytes
 
 

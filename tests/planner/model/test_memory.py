@@ -180,15 +180,15 @@ def test_offloaded_results_are_in_the_hosts_memory():
 def test_offloaded_layer_inputs_leave_the_device():
     """All that remat full saves; what is on its way lies on the device for one layer."""
     work, names = work_of(), ("layer_input",)
-    full = memory.memory(work, choice_of(rows=8, remat="full", fsdp=8), V5E.chip)
+    full = memory.memory(work, choice_of(rows=8, remat="full", fsdp=8), chips.V6E)
     away, kept = (
-        memory.memory(work, choice_of(8, remat, names=names, fsdp=8), V5E.chip) for remat in ("offload", "save")
+        memory.memory(work, choice_of(8, remat, names=names, fsdp=8), chips.V6E) for remat in ("offload", "save")
     )
     inputs = 4 * 8 * 2048 * 512 * 2
     assert away.host == inputs == full.saved - away.saved
     assert away.layer - full.layer == pytest.approx(2.5 * inputs / 4)
     assert kept == full
-    with_queries = memory.memory(work, choice_of(8, "offload", names=(*names, "query"), fsdp=8), V5E.chip)
+    with_queries = memory.memory(work, choice_of(8, "offload", names=(*names, "query"), fsdp=8), chips.V6E)
     # Heads of 64 features lie in tiles of 128 lanes.
     assert with_queries.host == 3 * inputs and with_queries.saved == away.saved
 
@@ -330,19 +330,23 @@ def test_layers_of_one_loop_body_make_their_attention_again_at_once():
             assert all_.layer - one.layer == pytest.approx(more * attention), (chip.name, remat)
 
 
-def test_a_v5e_gathers_and_reduces_more_weights_at_once():
-    """Where a layer's weights are more than its rows; not beside results in the host's memory, and not if HBM is short."""
+def test_a_v5e_holds_more_weights_and_less_of_the_residual_stream_at_once():
+    """With full remat; fewer weights if HBM is short."""
     wide = dataclasses.replace(DENSE, embed_dim=4096, num_heads=32, mlp_dim=14336)
-    few, many = (memory_of(wide, rows, fsdp=8) for rows in (1, 64))
-    work, choice = work_of(wide), choice_of(1, "full", fsdp=8)
-    v6e = memory.memory(work, choice, chips.V6E)
+    work, full, saves = work_of(wide), choice_of(1, "full", fsdp=8), choice_of(1, "save", fsdp=8)
+    v5e, v6e, saved, others = (
+        memory.memory(work, choice, chip) for choice in (full, saves) for chip in (V5E.chip, chips.V6E)
+    )
     layer = 2 * (2 * 4096 * 32 * 128 + 2 * 4096 * 4 * 128 + 3 * 4096 * 14336 + 2 * 4096)  # norms, too
-    assert few.weights == pytest.approx(1.8 * layer) and v6e.weights == pytest.approx(0.6 * layer)
-    assert v6e.layer - few.layer == pytest.approx(4.75 * 2048 * 4096 * 2)
-    assert many.weights == pytest.approx(0.6 * layer)
-    lean = memory_of(wide, 1, most_bytes=few.peak * 0.99, fsdp=8)
-    offloads = memory.memory(work, choice_of(1, "offload", fsdp=8), V5E.chip)
-    assert lean.weights == offloads.weights == v6e.weights
+    assert v5e.weights == pytest.approx(1.5 * layer) and v6e.weights == pytest.approx(0.6 * layer)
+    assert v6e.layer - v5e.layer == pytest.approx(3.75 * 2048 * 4096 * 2)
+    assert (saved.layer, saved.weights) == (others.layer, others.weights)
+    inputs = choice_of(1, "save", names=("layer_input",), fsdp=8)  # which full remat saves, too
+    assert memory.memory(work, inputs, V5E.chip) == v5e
+    lean = memory.memory(work, full, V5E.chip, most_bytes=v5e.peak * 0.99)
+    assert lean.layer == v5e.layer and lean.weights == v6e.weights
+    normed = memory.memory(work_of(dataclasses.replace(wide, qk_norm="head")), full, V5E.chip)
+    assert normed.layer - v5e.layer == pytest.approx(2048 * (32 + 4) * 128 * 2)
 
 
 def test_a_layer_after_the_loop_runs_while_the_head_is_gathered():
