@@ -63,3 +63,17 @@ def test_on_tpu_a_costly_activation_is_computed_once_in_each_pass(platform, acti
     plain = gradients(functools.partial(reference, activation))
     for got, formula in zip(ours(gate, up), plain(gate, up), strict=True):
         np.testing.assert_allclose(got, formula, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows, kind, barriers", [(4, "TPU v5 lite", 2), (8, "TPU v5 lite", 0), (4, "TPU v6 lite", 0)])
+def test_silu_is_computed_once_where_a_v5e_has_few_tokens(rows, kind, barriers, monkeypatch):
+    """In training alone; rows are shared out over two devices of the batch axes."""
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    monkeypatch.setattr(sharding, "device_kind", lambda: kind)
+    mesh = sharding.make_mesh(sharding.Plan(batch_size=rows, fsdp=2, tensor=2), jax.devices()[:4])
+    gate, up = (jnp.ones((rows, 8, 64)) for _ in range(2))
+    with sharding.activate(mesh, sharding.Rules()):
+        product = Activation.SWIGLU.gate
+        gradients = jax.make_jaxpr(jax.grad(lambda gate, up: jnp.sum(product(gate, up)), (0, 1)))(gate, up)
+        assert "optimization_barrier" not in str(jax.make_jaxpr(product)(gate, up))
+    assert str(gradients).count("optimization_barrier") == barriers

@@ -295,7 +295,8 @@ class Activation(enum.StrEnum):
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """activation(gate) * up, for a gated activation; both of the same shape and dtype."""
-        return gated(self, gate, up, once=self in (Activation.GEGLU, Activation.GEGLU_EXACT))
+        once = self in (Activation.GEGLU, Activation.GEGLU_EXACT)
+        return gated(self, gate, up, once=once, once_if_few=self is Activation.SWIGLU)
 
 
 _GATED = (

@@ -18,6 +18,7 @@ import jax
 from capibara.core import projections
 from capibara.kernels.cross_entropy import by_vocabulary
 from capibara.kernels.cross_entropy.dispatch import by_vocabulary_on
+from capibara.kernels.gate import few_tokens
 from capibara.models.api import Head, paged
 from capibara.planner.hardware.chips import Chip
 from capibara.planner.hardware.tiling import LANES, SUBLANES
@@ -48,6 +49,7 @@ _AGAIN_RESIDUAL = 3.0  # of another layer of the loop body, whose attention is m
 # on 30 November 2026 in Gemma 3 4B on v5e-64, 4 rows (libtpu 0.0.50.1).
 _FORWARD_HIDDEN, _FORWARD_RESIDUAL = 2.0, 7.0
 _MOST_AGAIN = {"v5e": 2}  # layers of a loop body at once; the compiler for a v6e takes all six of Gemma 3
+_GATED = 2.0  # more of the hidden units if a gated product and its gradients are stored
 _WORK_RETAINED = 0.5  # of saved hidden units: the rest is read where it is saved, this is copied out for the layer
 # Counted from the code of Gemma 3n; no compiled step has fitted these three yet (benchmarks/planner.py, gemma3n-e2b-*).
 _NONE_STREAMS, _WORK_STREAMS = 3.0, 4.0  # [streams, tokens, D] with several residual streams
@@ -430,6 +432,9 @@ def _stack_layer_bytes(work: Workload, results: LayerResults, choice: Choice, ch
     streams = _WORK_STREAMS * work.config.streams * residual if work.config.streams > 1 else 0.0
     in_transit = _IN_TRANSIT * saved_bytes(work, results, choice)[1]
     held = _held(work, choice, chip)
+    shown = held == _Held() or order is _LEAN  # else the weights under way in another moment are more
+    if weighted and shown and _stores_gated(work, stack, choice, chip):
+        again += _GATED * hidden
     again += _WORK_HEADS * heads + (held.residual if weighted else _UNWEIGHTED_RESIDUAL) * residual
     again += held.normed * (named["query"] + named["key"]) if str(work.config.qk_norm) != "none" else 0.0
     # XLA computes the attention of several layers of one loop body again at once; their hidden units one after the other.
@@ -447,6 +452,12 @@ def _forward_bytes(work: Workload, choice: Choice, results: LayerResults, weight
     heads = named["query"] + named["key"] + named["value"] + named["attention"]
     layer = _FORWARD_HIDDEN * hidden + heads + _FORWARD_RESIDUAL * residual + weights
     return layer + c.vocab_size / mesh["tensor"] * c.embed_dim * work.compute_bytes
+
+
+def _stores_gated(work: Workload, stack: Stack, choice: Choice, chip: Chip) -> bool:
+    """Whether the gated product and its gradients are computed once (kernels/gate.py)."""
+    tokens = device_tokens(work, stack, choice) / choice.pipeline_microbatches
+    return str(work.config.activation) == "swiglu" and few_tokens(chip.kind, tokens, work.config.mlp_dim)
 
 
 def _layers_at_once(work: Workload, choice: Choice, chip: Chip) -> int:

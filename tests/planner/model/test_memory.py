@@ -332,7 +332,7 @@ def test_layers_of_one_loop_body_make_their_attention_again_at_once():
 
 def test_a_v5e_holds_more_weights_and_less_of_the_residual_stream_at_once():
     """With full remat; fewer weights if HBM is short."""
-    wide = dataclasses.replace(DENSE, embed_dim=4096, num_heads=32, mlp_dim=14336)
+    wide = dataclasses.replace(DENSE, embed_dim=4096, num_heads=32, mlp_dim=14336, activation="reglu")
     work, full, saves = work_of(wide), choice_of(1, "full", fsdp=8), choice_of(1, "save", fsdp=8)
     v5e, v6e, saved, others = (
         memory.memory(work, choice, chip) for choice in (full, saves) for chip in (V5E.chip, chips.V6E)
@@ -347,6 +347,20 @@ def test_a_v5e_holds_more_weights_and_less_of_the_residual_stream_at_once():
     assert lean.layer == v5e.layer and lean.weights == v6e.weights
     normed = memory.memory(work_of(dataclasses.replace(wide, qk_norm="head")), full, V5E.chip)
     assert normed.layer - v5e.layer == pytest.approx(2048 * (32 + 4) * 128 * 2)
+
+
+def test_a_gated_product_that_is_stored_is_held():
+    """As kernels/gate.py decides: of a v5e's few tokens, and in full remat only if HBM is short."""
+    wide = dataclasses.replace(DENSE, embed_dim=4096, num_heads=32, mlp_dim=14336)
+    work, plain = (work_of(dataclasses.replace(wide, activation=name)) for name in ("swiglu", "reglu"))
+    hidden = 2048 * 14336 * 2
+    for rows, remat, chip, most_bytes, arrays in [
+        (1, "save", V5E.chip, math.inf, 2), (4, "save", V5E.chip, math.inf, 0), (1, "save", chips.V6E, math.inf, 0),
+        (1, "full", V5E.chip, math.inf, 0), (1, "full", V5E.chip, 1, 2),
+    ]:  # fmt: skip
+        choice = choice_of(rows, remat, fsdp=8)
+        stored, again = (memory.memory(item, choice, chip, most_bytes=most_bytes).layer for item in (work, plain))
+        assert stored - again == pytest.approx(arrays * hidden), (rows, remat, chip.name)
 
 
 def test_a_layer_after_the_loop_runs_while_the_head_is_gathered():
