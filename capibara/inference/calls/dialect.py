@@ -119,7 +119,7 @@ class _Model:
 
 def dialect_of(chat: Chat) -> Dialect:
     """How a model writes calls and thoughts."""
-    ids = _special_ids(chat.vocabulary)
+    ids = special_ids(chat.vocabulary)
     model = _Model(chat, ids)
     return Dialect(table.form_of(model), tags_of(model), ids)
 
@@ -144,5 +144,6 @@ def writes_calls(chat: Chat, tool: dict[str, Any]) -> bool:
     return dialect_of(chat).form is not None
 
 
-def _special_ids(vocabulary: Vocabulary) -> dict[str, int]:
+def special_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    """The ids of a tokenizer's special tokens, by their spelling."""
     return {name: token for token in range(vocabulary.size) if (name := vocabulary.spelling(token))}

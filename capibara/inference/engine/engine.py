@@ -159,6 +159,7 @@ class Engine:
         likeliest: int = 0,
         adapter: str | None = None,
         spelled: Sequence[int] = (),
+        salt: str = "",
     ) -> Stream:
         """Requests the text after a prompt.
 
@@ -169,18 +170,17 @@ class Engine:
           likeliest: how many of the likeliest tokens to return with each piece, at most 20.
           adapter: name of the adapter to use; None: no adapter.
           spelled: ids of special tokens that are part of the text, as the tokenizer spells them.
+          salt: what is read of the prompt is shared with requests of the same salt alone.
 
         Raises:
           UserError: the prompt does not fit in a slot, the adapter does not exist, or the grammar cannot be used.
         """
         self._inputs.check(sampling, likeliest, adapter)
+        options: dict[str, Any] = {"ends": ends, "likeliest": likeliest, "adapter": adapter, "spelled": spelled}
         if sampling.num_decodes > 1:
-            options: dict[str, Any] = {"ends": ends, "adapter": adapter, "spelled": spelled}
-            each = [self.submit(prompt, item, likeliest=likeliest, **options) for item in best_of.samplings(sampling)]
+            each = [self.submit(prompt, item, salt=salt, **options) for item in best_of.samplings(sampling)]
             return BestOf(self._loop.drive, sampling, each)
-        request = self._inputs.request(
-            prompt, sampling, self._loop.drive, ends=ends, likeliest=likeliest, adapter=adapter, spelled=spelled
-        )
+        request = self._inputs.request(prompt, sampling, self._loop.drive, salt=salt, **options)
         self._loop.submit(request)
         return request.stream
 
@@ -199,8 +199,8 @@ class Engine:
         """
 
         def submit(item: Submission) -> None:
-            options: dict[str, Any] = {"adapter": item.adapter, "spelled": item.spelled}
-            stream = self.submit(item.ids, item.sampling, ends=item.ends, likeliest=item.likeliest, **options)
+            options: dict[str, Any] = {"likeliest": item.likeliest, "adapter": item.adapter, "salt": item.salt}
+            stream = self.submit(item.ids, item.sampling, ends=item.ends, spelled=item.spelled, **options)
             stream.forward(lambda _: None)
 
         self._loop.follow(messages, submit)

@@ -267,7 +267,7 @@ class Scheduler(RequestQueue):
             known = min(read, len(request.tokens))
             if self._prefixes is not None and request.generation == self._generation:
                 row = row | {"lengths": np.array([known], np.int32)}
-                self._prefixes.keep(request.tokens[:known], row, request.adapter)
+                self._prefixes.keep(request.tokens[:known], row, request.sharing)
 
     def restart(self) -> None:
         """Handles new parameters: discards and stops using what was read with the old ones."""

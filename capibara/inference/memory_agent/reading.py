@@ -64,7 +64,7 @@ class Reading:
         if self._answers:
             return self._sampling
         return dataclasses.replace(
-            self._sampling, max_new_tokens=self._agent.memory_tokens, min_new_tokens=0, grammar=None, stop=(),
+            self._sampling, max_new_tokens=self._agent.memory_tokens, min_new_tokens=0, allowed_ids=None, grammar=None, stop=(),
             seed=draw_seed(self._sampling.seed, self._number),
         )  # fmt: skip
 

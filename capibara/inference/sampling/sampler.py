@@ -41,7 +41,7 @@ class History(NamedTuple):
     Attributes:
       seen: [B, V] bool, the tokens of prompt and text that the row's repetition penalty applies to.
       counts: [B, V] int32, how often the text has each token.
-      bias: [B, V] float32, added to the logits.
+      bias: [B, V] float32, added to the logits; -inf: excluded.
     """
 
     seen: Any
@@ -89,7 +89,7 @@ def settings_of(samplings: Sequence[Sampling]) -> Settings:
         penalty=column(np.float32, (s.repetition_penalty for s in samplings)),
         presence=column(np.float32, (s.presence_penalty for s in samplings)),
         frequency=column(np.float32, (s.frequency_penalty for s in samplings)),
-        biased=column(np.bool_, (bool(s.logit_bias) for s in samplings)),
+        biased=column(np.bool_, (bool(s.logit_bias or s.allowed_ids or s.bad_words) for s in samplings)),
         key=np.stack([np.asarray(jax.random.key_data(jax.random.key(s.seed))) for s in samplings]),
     )
 

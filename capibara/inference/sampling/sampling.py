@@ -14,7 +14,7 @@ from capibara.inference.sampling.grammar import Grammar
 
 _NOT_WITH_BEAMS = (
     "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-    "min_new_tokens", "grammar", "thinking_tokens", "num_decodes", "num_return",
+    "allowed_ids", "bad_words", "min_new_tokens", "grammar", "thinking_tokens", "num_decodes", "num_return",
 )  # fmt: skip
 _LARGEST_BIAS = 1e4
 
@@ -70,10 +70,14 @@ class Sampling:
       presence_penalty: subtracted from the logit of each token that the text has; the prompt does not count.
       frequency_penalty: the same, for each time that the text has the token.
       logit_bias: token id -> number that is added to its logit, before the penalties; None: none.
+      allowed_ids: token ids that the text may have; an end token only if it is one of them. None: all.
+      bad_words: words that the text must not have: of the tokens of each, alone or after a space, the last one is not
+        chosen after the others.
       min_new_tokens: least tokens to generate before an end token.
       grammar: what the text must match; None: anything.
       seed: equal seeds draw equal texts.
-      stop: strings that end the text; it does not contain them.
+      stop: strings that end the text.
+      include_stop: whether the text contains the stop string, or the text of the end token, that ended it.
       thinking_tokens: most tokens between the tags of a thought, after which the closing tag is inserted; None: no
         limit.
       thinking_tags: opening and closing tag of a thought.
@@ -92,10 +96,13 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     min_new_tokens: int = 0
     grammar: Grammar | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
     thinking_tokens: int | None = None
     thinking_tags: tuple[str, str] = ("<think>", "</think>")
     num_decodes: int = 1
@@ -152,6 +159,12 @@ class Sampling:
                     f"Sampling.logit_bias has {token!r}: {bias}, must have token ids from 0 on, and numbers from "
                     f"-{_LARGEST_BIAS:.0f} to {_LARGEST_BIAS:.0f}"
                 )
+        if self.allowed_ids is not None and not self.allowed_ids:
+            raise UserError("Sampling.allowed_ids is (), must have at least one token id, or be None for all")
+        if not all(self.bad_words):
+            raise UserError(
+                f'Sampling.bad_words is {self.bad_words!r}, must be a tuple of strings with text: try ("no",)'
+            )
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise UserError(
                 f"Sampling.min_new_tokens is {self.min_new_tokens}, must be from 0 to Sampling.max_new_tokens "

@@ -17,15 +17,23 @@ class TextStream:
     Args:
       vocabulary: of the tokens.
       stop: strings that end the text.
+      include_stop: whether the text contains the one that ended it.
       names: spellings of tokens that have no text but are shown.
 
     Attributes:
-      stopped: whether a stop string occurred; the text ends before it.
+      stopped: whether a stop string occurred; the text ends there.
       stop: that string; None: none occurred.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), names: Mapping[int, str] | None = None):
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Sequence[str] = (),
+        names: Mapping[int, str] | None = None,
+        include_stop: bool = False,
+    ):
         self._vocabulary, self._stop, self._names = vocabulary, tuple(stop), names or {}
+        self._include_stop = include_stop
         self._stream = vocabulary.stream()
         self._held = ""
         self._hidden: set[int] = set()  # indices in what is held of the characters of special tokens
@@ -55,7 +63,7 @@ class TextStream:
         result = [(start, stop) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if result:
             self.stopped, (start, self.stop) = True, min(result)
-            text, self._held = self._release(start), ""
+            text, self._held = self._release(start + len(self.stop) * self._include_stop), ""
             return text
         keep = max((_stop_prefix_length(self._held, stop) for stop in self._stop), default=0)
         return self._release(len(self._held) - keep)

@@ -61,8 +61,8 @@ def test_an_echo_has_the_message_before_the_answer(complete):
         ([*HELLO, CALLED], CONTINUE, "needs a last message of the assistant with a text and no tool calls"),
         (BEGUN, {"echo": True, "stream": True, "tools": [TOOL]}, "echo is not available in a stream with tools"),
         (BEGUN, {"use_beam_search": True}, "use_beam_search is not supported"),
-        (BEGUN, {"bad_words": ["no"]}, "bad_words is not supported"),
-        (BEGUN, {"skip_special_tokens": False}, "skip_special_tokens is not supported"),
+        (BEGUN, {"logprob_token_ids": [5]}, "logprob_token_ids is not supported"),
+        (BEGUN, {"chat_template": "{{ messages }}"}, "chat_template is not supported"),
         (BEGUN, {"top_k": -2}, "top_k is -2"),
     ],
 )

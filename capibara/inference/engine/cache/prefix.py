@@ -11,12 +11,19 @@ from capibara.core import tree
 from capibara.core.types import PyTree
 
 
+class Sharing(NamedTuple):
+    """Requests share rows only where all of these are equal: the number of the adapter, and the request's salt."""
+
+    adapter: int = 0
+    salt: str = ""
+
+
 class Prefix(NamedTuple):
-    """Tokens [n], the cache of a row that has read them, and the number of its adapter."""
+    """Tokens [n], the cache of a row that has read them, and which requests share it."""
 
     tokens: np.ndarray
     row: Any
-    adapter: int = 0
+    sharing: Sharing = Sharing()
 
 
 class PrefixCache:
@@ -34,8 +41,8 @@ class PrefixCache:
         self._max_bytes, self._window, self.whole, self._shortest = max_bytes, window, whole, shortest
         self._entries: list[Prefix] = []  # the most recently used one at the end
 
-    def find(self, tokens: Sequence[int], adapter: int = 0) -> tuple[Prefix, int] | None:
-        """The row with the longest common prefix for this adapter, and the prefix's length; one token is always left."""
+    def find(self, tokens: Sequence[int], sharing: Sharing = Sharing()) -> tuple[Prefix, int] | None:
+        """The row with the longest common prefix for these requests, and the prefix's length; one token is always left."""
         prompt = np.asarray(tokens)
         best, most = None, self._shortest - 1
         for entry in self._entries:
@@ -43,28 +50,28 @@ class PrefixCache:
             # A row that ended with an end token has read it too: if the common tokens fill the window, the first is
             # gone.
             shorter = not self.whole and (self._window is None or len(entry.tokens) < self._window)
-            if (shorter or common == len(entry.tokens)) and common > most and entry.adapter == adapter:
+            if (shorter or common == len(entry.tokens)) and common > most and entry.sharing == sharing:
                 best, most = entry, common
         if best is None:
             return None
         self._entries.sort(key=lambda entry: entry is best)
         return best, most
 
-    def keep(self, tokens: Sequence[int], row: PyTree, adapter: int = 0) -> None:
-        """Stores a row that has read these tokens with an adapter; removes entries that are its prefixes."""
+    def keep(self, tokens: Sequence[int], row: PyTree, sharing: Sharing = Sharing()) -> None:
+        """Stores a row that has read these tokens for these requests; removes entries that are its prefixes."""
         if tree.byte_count(row) > self._max_bytes:
             return
         new = np.asarray(tokens)
 
         def replaced(entry: Prefix) -> bool:
-            if entry.adapter != adapter:
+            if entry.sharing != sharing:
                 return False
             old = entry.tokens
             shorter = len(old) < len(new) and self._window is None and not self.whole
             return (shorter or len(old) == len(new)) and bool((new[: len(old)] == old).all())
 
         self._entries = [entry for entry in self._entries if not replaced(entry)]
-        self._entries.append(Prefix(new, row, adapter))
+        self._entries.append(Prefix(new, row, sharing))
         while sum(tree.byte_count(entry.row) for entry in self._entries) > self._max_bytes:
             del self._entries[0]
 

@@ -28,6 +28,7 @@ class Submission:
     likeliest: int
     adapter: str | None = None
     spelled: Sequence[int] = ()
+    salt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Orders:
                 s.likeliest,
                 s.adapter,
                 list(s.spelled),
+                s.salt,
             ]
             for s in self.submitted
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,16 +15,19 @@ from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.cache.pages import Pages
+from capibara.inference.engine.cache.prefix import Sharing
 from capibara.inference.engine.programs.speculative import Drafter, Placeholders
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.following import Submission
 from capibara.inference.engine.requests.stream import Finish, Piece, Stream
 from capibara.inference.grammars.matcher import Grammars, Matcher
 from capibara.inference.sampling import sentinels
+from capibara.inference.sampling.restrictions import Restrictions, word_ids
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.sampling.text import TextStream
 
 LIKELIEST = 20  # most likeliest tokens per piece
+_WORD_LISTS = 32  # lists of bad words whose tokens are kept
 _CONTEXT = 16  # tokens on both sides of the end of the prompt that decide about white space there
 
 
@@ -48,12 +52,14 @@ class Request:
       drafter: guesses its next tokens; None: not used yet.
       submission: the request as submitted, for other processes.
       adapter: the number of its adapter; 0: none.
+      sharing: with which requests it shares what is read of its prompt.
       faults: programs with its row that failed, and no request alone made fail.
       alone_until: text tokens that it has to get alone after a program with its row failed; 0: it runs with others.
       cancelled: whether the engine has dropped it.
       finished: whether its stream has ended.
       ends: token ids that end its text.
       matcher: follows its text through its grammar; None: it has none.
+      restrictions: which tokens it may have besides.
     """
 
     def __init__(
@@ -69,12 +75,14 @@ class Request:
         encoder: HostBatch | None = None,
         names: Mapping[int, str] | None = None,
         submission: Submission,
+        restrictions: Restrictions,
         adapter: int = 0,
         matcher: Matcher | None = None,
     ):
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
         self.encoder, self.submission, self.adapter = encoder, submission, adapter
+        self.sharing = Sharing(adapter, submission.salt)
         self.requested = self.received = self.cached_tokens = self.generation = self.number = 0
         self.faults = self.alone_until = 0
         self.forced: dict[int, int] = {}
@@ -84,7 +92,8 @@ class Request:
         self.drafter: Drafter | Placeholders | None = None
         self.cancelled = self.finished = False
         self.ends = frozenset(ends)
-        self._of_text = vocabulary, sampling.stop, names
+        self._of_text = vocabulary, sampling.stop, names, sampling.include_stop
+        self.restrictions = restrictions
         self._text = self.text_stream()
         self._has_text = False
         self.matcher, self._thinks = matcher, False
@@ -108,13 +117,13 @@ class Request:
     @property
     def restricted(self) -> bool:
         """Whether only the tokens before the next one tell which are allowed: any token may end a thought, too."""
-        return not self.finished and self.matcher is not None
+        return not self.finished and (self.matcher is not None or self.restrictions.follow)
 
     def allow(self, row: np.ndarray) -> None:
         """Writes which tokens may come next, as a row of `NextTokens.allowed`; all tokens so far must be received.
 
         Raises:
-          UserError: no token can follow in the grammar.
+          UserError: no token can follow.
         """
         if self.matcher is not None and not self._thinks:
             self.matcher.allow(row, self.ends)
@@ -122,6 +131,7 @@ class Request:
         if (self._thinks and self.matcher is not None) or self.requested < self.sampling.min_new_tokens:
             for token in self.ends:
                 row[token // 32] &= ~np.uint32(1 << token % 32)
+        self.restrictions.allow(row, self.tokens[self.prompt_tokens :])
 
     def receive(
         self, token: int, log_probability: float, drawn: float, likeliest: tuple[tuple[int, float], ...]
@@ -147,7 +157,8 @@ class Request:
     def finish(self, why: Finish, ending: Piece | None = None) -> None:
         """Ends the stream; `ending` is the token that ended the text."""
         self.finished = True
-        if rest := self._text.close():
+        end = None if ending is None or not self.sampling.include_stop else ending.token
+        if rest := ("" if end is None else self._text.feed(end)) + self._text.close():
             self._put(Piece(rest, None))
         self.stream.end(why, self.prompt_tokens, self.cached_tokens, ending, stop=self._text.stop)
 
@@ -223,6 +234,7 @@ class InputProcessor:
         self._vocabulary, self._length, self._config = vocabulary, length, config
         self._encoder_length, self._pages, self._adapters = encoder_length, pages, adapters
         self.grammars = Grammars(vocabulary)
+        self._word_ids = functools.lru_cache(maxsize=_WORD_LISTS)(lambda words: word_ids(words, vocabulary))
         self._names = None if encoder_length is None else sentinels.names(vocabulary)
         self._start = vocabulary.pad_id if encoder_length is None else start_id(vocabulary)
 
@@ -254,6 +266,7 @@ class InputProcessor:
         likeliest: int,
         adapter: str | None,
         spelled: Sequence[int] = (),
+        salt: str = "",
     ) -> Request:
         """A request for the arguments of `Engine.submit`; `drive` is for its stream.
 
@@ -279,8 +292,12 @@ class InputProcessor:
                 model_rows.check_ids(vocabulary.encode(tag), self._rows, vocabulary, "Sampling.thinking_tags")
         ends = [token for token in (*vocabulary.end_ids, *ends) if token < self._rows]  # the others never come
         model_rows.check_ids(list(sampling.logit_bias or ()), self._rows, vocabulary, "Sampling.logit_bias")
+        model_rows.check_ids(list(sampling.allowed_ids or ()), self._rows, vocabulary, "Sampling.allowed_ids")
+        restrictions = Restrictions(sampling, self._word_ids(sampling.bad_words), self._rows, vocabulary.size)
         matcher = None if sampling.grammar is None else self.grammars.matcher(sampling.grammar)
-        submission = Submission(read if encoder else ids, sampling, tuple(ends), likeliest, adapter, tuple(spelled))
+        submission = Submission(
+            read if encoder else ids, sampling, tuple(ends), likeliest, adapter, tuple(spelled), salt
+        )
         names = (self._names or {}) | {token: vocabulary.spelling(token) for token in spelled}
         if encoder is None:
             stream.unread = self._beyond(len(ids), self._length)
@@ -288,7 +305,7 @@ class InputProcessor:
         return Request(
             ids, sampling, vocabulary, stream,
             limit=self._limit(len(ids), sampling), ends=ends, likeliest=likeliest, encoder=encoder,
-            names=names, submission=submission, adapter=self._adapters.number(adapter), matcher=matcher,
+            names=names, submission=submission, restrictions=restrictions, adapter=self._adapters.number(adapter), matcher=matcher,
         )  # fmt: skip
 
     def probe(self) -> Request:

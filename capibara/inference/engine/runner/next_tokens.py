@@ -48,4 +48,5 @@ def history_of(request: Request, vocab_size: int) -> History:
     np.add.at(counts[0], request.tokens[request.prompt_tokens :], 1)
     for token, value in (request.sampling.logit_bias or {}).items():
         bias[0, token] = value
+    request.restrictions.bias(bias[0])
     return History(seen, counts, bias)

@@ -152,7 +152,7 @@ class PrefillQueue:
         return self.programs.resume(params, batch, row, positions)
 
     def _cached(self, request: Request) -> tuple[Any, int] | None:
-        result = self.prefixes.find(request.tokens, request.adapter) if self.prefixes else None
+        result = self.prefixes.find(request.tokens, request.sharing) if self.prefixes else None
         if result is None:
             return None
         prefix, known = result
@@ -170,7 +170,7 @@ class PrefillQueue:
                 continue
             again = any(_same_prompt(request, other) for other in group)
             if not (again or prefixes is None) and (
-                _shares(request, group) or prefixes.find(request.tokens, request.adapter)
+                _shares(request, group) or prefixes.find(request.tokens, request.sharing)
             ):
                 continue  # its prefix will be in the cache
             if again or len(_distinct(group)) < most:
@@ -219,12 +219,12 @@ class PrefillQueue:
 
     def _cache_prefix(self, request: Request, row: PyTree) -> None:
         if self.prefixes:
-            self.prefixes.keep(request.tokens, row, request.adapter)
+            self.prefixes.keep(request.tokens, row, request.sharing)
 
 
 def _same_prompt(first: Request, other: Request) -> bool:
     """Whether what is read for one request can be used for the other."""
-    alike = first.encoder is None and other.encoder is None and first.adapter == other.adapter
+    alike = first.encoder is None and other.encoder is None and first.sharing == other.sharing
     return first is other or (alike and _read(first) == _read(other))
 
 
@@ -239,7 +239,7 @@ def _read(request: Request) -> tuple[int, list[int]]:
 
 
 def _shares(request: Request, group: list[Request]) -> bool:
-    alike = (other for other in group if other.adapter == request.adapter)
+    alike = (other for other in group if other.sharing == request.sharing)
     return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
 
 

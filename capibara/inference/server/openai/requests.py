@@ -1,8 +1,9 @@
 """Bodies of OpenAI's completions and chat API: parameters, their types, and what is refused.
 
-Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, continue_final_message, echo of chats,
-guided_*, ignore_eos, include_reasoning, min_p, min_tokens, prompt_logprobs, repetition_penalty, return_token_ids,
-return_tokens_as_token_ids, stop_token_ids, structured_outputs, top_k, truncate_prompt_tokens and truncation_side;
+Parameters beyond OpenAI's, as in vLLM: add_generation_prompt, add_special_tokens, allowed_token_ids, bad_words, cache_salt,
+continue_final_message, echo of chats, guided_*, ignore_eos, include_reasoning, include_stop_str_in_output, min_p,
+min_tokens, prompt_logprobs, repetition_penalty, return_token_ids, return_tokens_as_token_ids, skip_special_tokens,
+stop_token_ids, structured_outputs, thinking_token_budget, top_k, truncate_prompt_tokens and truncation_side;
 thinking_tokens as in `Sampling`; thinking_strategy is ours.
 """
 
@@ -22,11 +23,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **{"function_call": ("none",), "modalities": (["text"],)},
     **{"verbosity": (), "moderation": ()},
     # vLLM's
-    **dict.fromkeys(
-        ("bad_words", "allowed_token_ids", "logprob_token_ids", "prompt_embeds", "mm_processor_kwargs"), ([], {}, "")
-    ),
-    **{"use_beam_search": (False,), "length_penalty": (1.0,), "skip_special_tokens": (True,), "priority": (0,)},
-    **{"include_stop_str_in_output": (False,), "chat_template": (), "cache_salt": (), "kv_transfer_params": ({},)},
+    **dict.fromkeys(("logprob_token_ids", "prompt_embeds", "mm_processor_kwargs"), ([], {}, "")),
+    **{"use_beam_search": (False,), "length_penalty": (1.0,), "priority": (0,)},
+    **{"chat_template": (), "kv_transfer_params": ({},)},
 }
 # Parameters that do not change the text.
 IGNORED = (
@@ -63,6 +62,12 @@ class SampledParameters(TextParameters):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     stop: Any = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    cache_salt: str | None = pydantic.Field(None, min_length=1, max_length=1024)
+    thinking_token_budget: int | None = pydantic.Field(None, ge=-1)  # -1: no limit
 
 
 class ApiRequest(SampledParameters):
@@ -91,6 +96,14 @@ class ApiRequest(SampledParameters):
         if self.stream_options is not None and not self.stream:
             message = "stream_options needs stream = true: leave it out"
             raise Refusal(400, message, param="stream_options", code="invalid_value")
+        if self.thinking_token_budget is not None and self.thinking_tokens is not None:
+            message = "thinking_token_budget and thinking_tokens mean the same: leave one out"
+            raise Refusal(400, message, param="thinking_token_budget", code="invalid_value")
+        if self.thinking_token_budget == 0:
+            message = (
+                "thinking_token_budget is 0, must be at least 1, or -1 for no limit: templates switch thoughts off"
+            )
+            raise Refusal(400, message, param="thinking_token_budget", code="invalid_value")
         if self.prompt_logprobs is not None and self.stream:
             message = "prompt_logprobs is not available in a stream: set stream = false"
             raise Refusal(400, message, param="prompt_logprobs", code="invalid_value")

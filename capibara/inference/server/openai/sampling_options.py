@@ -21,6 +21,8 @@ SEEDS = 2**31
 _LONGEST_STOP = 1000
 _MOST_BIASES = 1024
 _MOST_SHOWN = 3  # tokens in an error
+_MOST_WORDS = 256
+_LONGEST_WORD = 100
 _LARGEST_BIAS = 100  # OpenAI's
 _PLAIN = (
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_tokens",
@@ -51,10 +53,18 @@ def sampling_of(
         options["top_p"] = max(request.top_p, 1e-9)
     if "top_k" in options:
         options["top_k"] = min(options["top_k"], served.vocabulary.size) if options["top_k"] > 0 else None
-    if "thinking_tokens" in options:
+    if (budget := request.thinking_token_budget) is not None:
+        options["thinking_tokens"] = budget if budget > 0 else None
+    if options.get("thinking_tokens") is not None:
         options["thinking_tokens"] = min(options["thinking_tokens"], served.length)
     if request.logit_bias:
         options["logit_bias"] = _biases(request.logit_bias, served)
+    if request.allowed_token_ids is not None:
+        options["allowed_ids"] = _allowed(request.allowed_token_ids, served)
+    if request.bad_words:
+        options["bad_words"] = _words(request.bad_words)
+    if request.include_stop_str_in_output is not None:
+        options["include_stop"] = request.include_stop_str_in_output
     if grammar is not None:
         options["grammar"] = grammar
     return dataclasses.replace(
@@ -76,11 +86,28 @@ def end_ids(request: ApiRequest, served: Served) -> tuple[int, ...]:
     ids = request.stop_token_ids or []
     if len(ids) > _MOST_BIASES:
         raise _invalid("stop_token_ids", f"stop_token_ids has {len(ids)} ids, must have at most {_MOST_BIASES}")
+    return _rows_of("stop_token_ids", ids, served)
+
+
+def _rows_of(name: str, ids: list[int], served: Served) -> tuple[int, ...]:
     try:
-        model_rows.check_ids(ids, served.rows, served.vocabulary, "stop_token_ids")
+        model_rows.check_ids(ids, served.rows, served.vocabulary, name)
     except UserError as error:
-        raise _invalid("stop_token_ids", quoted(str(error))) from None
+        raise _invalid(name, quoted(str(error))) from None
     return tuple(ids)
+
+
+def _allowed(ids: list[int], served: Served) -> tuple[int, ...]:
+    if not 0 < len(ids) <= served.rows:
+        raise _invalid("allowed_token_ids", f"allowed_token_ids has {len(ids)} ids, must have from 1 to {served.rows}")
+    return _rows_of("allowed_token_ids", ids, served)
+
+
+def _words(words: list[str]) -> tuple[str, ...]:
+    if len(words) > _MOST_WORDS or not all(0 < len(word) <= _LONGEST_WORD for word in words):
+        must = f"at most {_MOST_WORDS} strings, each of 1 to {_LONGEST_WORD} characters"
+        raise _invalid("bad_words", f"bad_words is {brief(words)}, must have {must}")
+    return tuple(words)
 
 
 def _least(request: ApiRequest, most: int) -> int:

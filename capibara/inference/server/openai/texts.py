@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from capibara.core.fields import short
 from capibara.inference.calls import choice
@@ -75,8 +76,9 @@ def _chat_asks(request: ChatRequest, served: Served, config: ServerConfig) -> li
             served.engine.check(forced)
         samplings = [choice.forced(ask.sampling, forced, dialect, thinks) for ask in asks]
     spelled, tool = dialect.spelled, None if tools is None else served.tool
+    options: dict[str, Any] = {"dialect": dialect, "thinks": thinks, "tool": tool}
     return [
-        dataclasses.replace(ask, sampling=sampling, spelled=spelled, dialect=dialect, thinks=thinks, tool=tool)
+        dataclasses.replace(ask, sampling=sampling, spelled=ask.spelled or spelled, **options)
         for ask, sampling in zip(asks, samplings)
     ]
 
@@ -107,7 +109,9 @@ def _asks(
     ends = (*ends, *sampling_options.end_ids(request, served))
     likeliest = request.prompt_likeliest
     scores = None if likeliest is None else prompt_scores(ids, likeliest, adapter, served)
+    spelled = tuple(served.dialect.ids.values()) if request.skip_special_tokens is False else ()
+    options: dict[str, Any] = {"spelled": spelled, "salt": request.cache_salt or "", "scores": scores}
     return [
-        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter, scores=scores)
+        RequestedText(ids, dataclasses.replace(sampling, seed=seed), ends, request.likeliest, adapter, **options)
         for seed in seeds
     ]

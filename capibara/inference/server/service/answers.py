@@ -27,9 +27,10 @@ class RequestedText:
     """One requested text.
 
     It has the prompt's ids, the sampling, the end token ids, how many of the likeliest tokens to return, the adapter,
-    None for the model alone, the ids of special tokens that are spelled in the text, how a chat's answer is read, whether
-    the prompt ends inside a thought, the scores of the prompt's tokens, None if they are not asked for, the tool that the
-    server calls itself, None without one, and how several texts become its answer, None if it is the answer.
+    None for the model alone, the ids of special tokens that are spelled in the text, the salt of the prefix cache, how a
+    chat's answer is read, whether the prompt ends inside a thought, the scores of the prompt's tokens, None if they are not
+    asked for, the tool that the server calls itself, None without one, and how several texts become its answer, None if it
+    is the answer.
     """
 
     ids: Sequence[int]
@@ -38,6 +39,7 @@ class RequestedText:
     likeliest: int = 0
     adapter: str | None = None
     spelled: tuple[int, ...] = ()
+    salt: str = ""
     dialect: Dialect | None = None
     thinks: bool = False
     scores: TokenScores | None = None

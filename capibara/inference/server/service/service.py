@@ -10,12 +10,12 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.calls.dialect import Dialect, dialect_of
+from capibara.inference.calls.dialect import Dialect, dialect_of, special_ids
 from capibara.inference.calls.reasoning import ReasoningIn
 from capibara.inference.calls.served_tool import ServedTool
 from capibara.inference.engine.engine import Engine
@@ -197,7 +197,7 @@ class Served:
     @functools.cached_property
     def dialect(self) -> Dialect:
         """How the model writes calls and thoughts."""
-        return Dialect() if self.chat is None else dialect_of(self.chat)
+        return Dialect(ids=special_ids(self.vocabulary)) if self.chat is None else dialect_of(self.chat)
 
     @functools.cached_property
     def longest_piece(self) -> int:
@@ -342,10 +342,8 @@ class Service:
         engine, streams = self.served.engine, list[Stream]()
         try:
             for ask in asks:
-                options = {"ends": ask.ends, "spelled": ask.spelled}
-                streams.append(
-                    engine.submit(ask.ids, ask.sampling, likeliest=ask.likeliest, adapter=ask.adapter, **options)
-                )
+                options: dict[str, Any] = {"ends": ask.ends, "likeliest": ask.likeliest, "adapter": ask.adapter}
+                streams.append(engine.submit(ask.ids, ask.sampling, spelled=ask.spelled, salt=ask.salt, **options))
         except BaseException:
             for stream in streams:
                 stream.cancel()

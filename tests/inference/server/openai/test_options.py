@@ -115,6 +115,96 @@ def test_end_tokens_of_a_request_and_ends_that_are_ignored(client):
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (chr(70 + 33) * 9, "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_and_words_that_are_not_allowed_never_come(client, served, stream):
+    asked = {"model": "tiny", "temperature": 1.5, "prompt": "x", "max_tokens": 24, "seed": 3, "n": 2, "stream": stream}
+    ids = served.vocabulary.encode("abcd")
+    options = {"allowed_token_ids": ids, "bad_words": ["ab", "c"]}
+    reply = client.completions.create(**asked, extra_body=options)
+    texts = ["", ""]
+    for part in reply if stream else [reply]:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert all(len(text) == 24 and set(text) <= {*"abd"} and "ab" not in text for text in texts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_has_its_stop_and_its_special_tokens_if_asked(client, served, stream):
+    """As vLLM: the stop string, and the end token of the text where special tokens are part of it."""
+    vocabulary = served.vocabulary
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 6, "messages": HELLO, "stream": stream}
+
+    def text(**options):
+        reply = client.chat.completions.create(**asked, extra_body=options)
+        parts = [
+            choice.delta if stream else choice.message
+            for part in (reply if stream else [reply])
+            for choice in part.choices
+        ]
+        return "".join(part.content or "" for part in parts)
+
+    only = {"allowed_token_ids": vocabulary.encode("a"), "stop": "aa"}
+    assert (text(**only), text(**only, include_stop_str_in_output=True)) == ("", "aa")
+    ends = {"allowed_token_ids": [vocabulary.eos_id], "include_stop_str_in_output": True}
+    assert text(**ends) == text(**ends, skip_special_tokens=True) == ""
+    assert text(**ends, skip_special_tokens=False) == vocabulary.spelling(vocabulary.eos_id)
+
+
+def test_special_tokens_within_a_text_are_spelled_if_asked(client, served):
+    vocabulary = served.vocabulary
+    special = next(
+        token for token in range(vocabulary.size) if vocabulary.spelling(token) and token not in vocabulary.end_ids
+    )
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 3, "prompt": "x"}
+    options = {"allowed_token_ids": [special]}
+    assert client.completions.create(**asked, extra_body=options).choices[0].text == ""
+    reply = client.completions.create(**asked, extra_body=options | {"skip_special_tokens": False})
+    assert reply.choices[0].text == vocabulary.spelling(special) * 3
+
+
+def test_a_salt_keeps_prompts_of_others_out_of_the_cache(client):
+    prompt = "a prompt of one client that others must not find by its time"
+    asked = {"model": "tiny", "max_tokens": 1, "prompt": prompt}
+    cached = [
+        client.completions.create(**asked, extra_body=body).usage.prompt_tokens_details.cached_tokens > 0
+        for body in ({"cache_salt": "one"}, {"cache_salt": "other"}, {}, {"cache_salt": "one"})
+    ]
+    assert cached == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids has 0 ids, must have from 1 to"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids has token 1000000"),
+        ({"bad_words": ["a"] * 257}, "bad_words is .*must have at most 256 strings"),
+        ({"bad_words": ["a" * 101]}, "bad_words is .*each of 1 to 100 characters"),
+        ({"bad_words": [3]}, "bad_words.0 is 3"),
+        ({"cache_salt": ""}, "cache_salt is ''"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget is -2"),
+        ({"thinking_token_budget": 0}, "thinking_token_budget is 0, must be at least 1, or -1 for no limit"),
+        ({"thinking_token_budget": 9, "thinking_tokens": 9}, "mean the same: leave one out"),
+        ({"priority": 1}, "priority is not supported"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_restrictions_of_a_request_are_checked(client, options, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body=options)
+
+
+@pytest.mark.parametrize("budget, most", [(3, 3), (-1, 6)])
+def test_a_thought_has_at_most_its_budget(client, served, budget, most):
+    """`thinking_token_budget` is vLLM's name for `thinking_tokens`; -1: no limit."""
+    letter = served.vocabulary.encode("a")
+    asked = {"model": "tiny", "temperature": 0, "max_tokens": 6, "prompt": "<think>"}
+    reply = client.completions.create(
+        **asked, extra_body={"allowed_token_ids": letter, "thinking_token_budget": budget}
+    )
+    thought, closed, _ = reply.choices[0].text.partition("</")
+    assert thought == "a" * most and bool(closed) == (most < 5)
+
+
 def test_the_best_texts_are_those_with_the_likeliest_tokens(client):
     asked = {"model": "tiny", "temperature": 1.3, "prompt": ["a", "b"], "max_tokens": 5, "seed": 7, "logprobs": 0}
     every = client.completions.create(**asked, n=4)
