@@ -42,41 +42,47 @@ def check(choice: Any, tools: Sequence[Any]) -> None:
         raise UserError(f"tool_choice names {name[:_LONGEST]!r}, the tools are {', '.join(map(repr, known))}"[:300])
 
 
-def grammar(dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool) -> Grammar | None:
-    """What a text must match so that it calls a tool that is demanded; None: nothing is demanded.
+def grammar(
+    dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool, asked: Grammar | None, is_format: bool
+) -> Grammar | None:
+    """What a text must match: a call that is demanded, what the request asks for, or either; None: anything.
+
+    As by OpenAI, a format is that of an answer: the model may call tools first, and a call that is demanded has none.
 
     Args:
       dialect: of the model.
       choice: a tool_choice that was checked.
       tools: that may be called.
       parallel: whether several calls are allowed.
+      asked: what the request asks for; None: nothing.
+      is_format: whether that is a format, a JSON Schema, or else the text itself, calls included.
 
     Raises:
-      UserError: the form of the model's calls is not known, or a tool's schema is malformed.
+      UserError: the form of the model's calls is not known, a tool's schema is malformed, or a call is demanded beside a
+        text.
     """
     name = _name(choice)
-    if name is None and choice != "required":
-        return None
     names = Tools(tools).parameters if name is None else (name,)
+    if name is None and choice != "required":
+        if asked is None or not is_format or dialect.form is None or not names:
+            return asked
+        return dialect.grammar(tools, names, parallel, asked.json_schema)
+    if asked is not None and not is_format:
+        raise UserError("tool_choice demands a call, and a text can follow one grammar: leave the other one out")
     # A named tool is called once, as by OpenAI.
     return dialect.grammar(tools, names, parallel and name is None)
 
 
 def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect, thinks: bool) -> Sampling:
-    """The sampling with this grammar, else its own, and with the model's tags of thoughts.
+    """The sampling with this grammar, and with the model's tags of thoughts.
 
     Args:
       sampling: of the request.
-      grammar: that is demanded; None: none.
+      grammar: that the text must match; None: anything.
       dialect: of the model.
       thinks: whether the prompt ends inside a thought, which comes first.
-
-    Raises:
-      UserError: the sampling has another grammar.
     """
-    if grammar is not None and sampling.grammar is not None:
-        raise UserError("tool_choice demands a call, and a text can follow one grammar: leave the other one out")
-    if (grammar := grammar or sampling.grammar) is None:
+    if grammar is None:
         if dialect.tags is None or sampling.thinking_tokens is None:
             return sampling
         return dataclasses.replace(sampling, thinking_tags=(dialect.tags.open.strip(), dialect.tags.close))

@@ -17,6 +17,7 @@ from capibara.inference.calls.forms.rules import check_name
 from capibara.inference.calls.parsing.tools import Tools
 from capibara.inference.calls.reader import Reader
 from capibara.inference.calls.reasoning import ReasoningIn, Tags, tags_of
+from capibara.inference.grammars import schemas
 from capibara.inference.grammars.lark import quoted
 from capibara.inference.interactive.chat import Chat
 from capibara.inference.sampling.grammar import Grammar
@@ -75,13 +76,16 @@ class Dialect:
         ends = (*chat.ends, *(self.ids[name] for name in names if name in self.ids))
         return tuple(token for token in ends if token not in spelled)
 
-    def grammar(self, tools: Sequence[Any], names: Collection[str], parallel: bool) -> Grammar:
-        """What a text matches that calls tools.
+    def grammar(
+        self, tools: Sequence[Any], names: Collection[str], parallel: bool, answer: str | bool | None = None
+    ) -> Grammar:
+        """What a text matches that calls tools, or answers.
 
         Args:
           tools: of the request.
           names: of the tools that it may call.
           parallel: whether it may have several calls.
+          answer: the JSON Schema of an answer without calls; None: there is a call.
 
         Raises:
           UserError: the form of the model's calls is not known, or a schema is malformed.
@@ -92,7 +96,9 @@ class Dialect:
         known.parameters = {name: known.parameters[name] for name in known.parameters if name in names}
         for name in known.parameters:
             check_name(name, "the name", name, *self.form.begins, *self.form.tokens)
-        return Grammar(lark="\n".join(["start: calls", *self.form.rules(known, self._mark, parallel)]))
+        answers = [] if answer is None else [f"answer: {schemas.embedded(schemas.prepared(answer))}"]
+        start = "start: calls | answer" if answers else "start: calls"
+        return Grammar(lark="\n".join([start, *answers, *self.form.rules(known, self._mark, parallel)]))
 
     def _mark(self, text: str) -> str:
         special = "|".join(re.escape(name) for name in sorted(self.ids, key=len, reverse=True))

@@ -25,8 +25,6 @@ _MOST_CHOICES = 1999  # llguidance follows at most 2000 alternatives at once
 # llguidance's defaults allow 500 MB for one grammar: 250,000 states of 2 kB (its documentation).
 _LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "initial_lexer_fuel": 500_000}
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a schema within Lark's notation may have ::= in a text
-# Without a bound, white space between JSON's tokens is what many models write until their last token.
-_WHITE_SPACE = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
 
 
 class Grammars:
@@ -175,7 +173,9 @@ def _written(grammar: Grammar) -> str:
     if grammar.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(map(quoted, grammar.choice)))
     assert isinstance(grammar.json_schema, (str, bool))
-    return matcher.grammar_from_json_schema(json.dumps(schemas.prepared(grammar.json_schema)), overrides=_WHITE_SPACE)
+    return matcher.grammar_from_json_schema(
+        json.dumps(schemas.prepared(grammar.json_schema)), overrides=schemas.WHITE_SPACE
+    )
 
 
 def _lark(text: str) -> str:

@@ -32,6 +32,9 @@ _MOST_OBJECTS, _MOST_KEYS, _MOST_REMAINDERS = 8192, 1024, 1 << 15
 
 _ANY_OBJECT = {"type": "object"}
 
+# Without a bound, white space between JSON's tokens is what many models write until their last token.
+WHITE_SPACE = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
+
 
 def prepared(schema: str | bool) -> dict[str, Any] | bool:
     """A schema of the same documents that llguidance can read.
@@ -50,6 +53,11 @@ def prepared(schema: str | bool) -> dict[str, Any] | bool:
         raise UserError(f"Grammar.json_schema is {json.dumps(value)[:60]}, must be an object")
     _check([value])
     return _of(value)
+
+
+def embedded(schema: dict[str, Any] | bool, layout: Mapping[str, Any] = WHITE_SPACE) -> str:
+    """The JSON of a prepared schema, as a part of a grammar in Lark's notation; `layout`: llguidance's options."""
+    return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": layout})
 
 
 def check_embedded(lark: str) -> None:

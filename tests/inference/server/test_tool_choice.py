@@ -95,6 +95,65 @@ def test_a_model_calls_the_tool_that_is_demanded(tmp_path, form):
         assert calls == [(name, arguments)] and finish == "tool_calls"
 
 
+ANSWER = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {
+            "type": "object",
+            "properties": {"sunny": {"type": "boolean"}},
+            "required": ["sunny"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_calls_tools_before_an_answer_in_a_format(tmp_path, form):
+    """As agents ask for it: OpenAI's Agents SDK with an output type, LangChain's provider strategy, PydanticAI's native output.
+
+    A grammar of the answer alone would keep the model from its tools.
+    """
+    served = served_with(tmp_path, form)
+    with served.engine.start(), Running(served) as running:
+        create = functools.partial(running.client().chat.completions.create, messages=HELLO, tools=TOOLS, **HOT)
+        options = {"response_format": ANSWER, "parallel_tool_calls": False}
+        replies = [create(**options | {"seed": seed}).choices[0] for seed in range(12)]
+        calls = [choice for choice in replies if choice.message.tool_calls]
+        answers = [choice for choice in replies if not choice.message.tool_calls]
+        assert calls and answers
+        for choice in calls:
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            assert functions(choice.message)[0][0] in ("weather", "now")
+        assert all(json.loads(choice.message.content)["sunny"] in (True, False) for choice in answers)
+        (choice,) = create(**options, tool_choice="none").choices
+        assert json.loads(choice.message.content)["sunny"] in (True, False)
+
+
+def test_a_call_that_is_demanded_has_no_format(tmp_path):
+    """As Instructor asks for it in its mode of Responses: the schema as a tool that is demanded, and as the format."""
+    served = served_with(tmp_path, "hermes")
+    with served.engine.start(), Running(served) as running:
+        client = running.client()
+        (choice,) = client.chat.completions.create(
+            messages=HELLO, tools=TOOLS, tool_choice=NAMED, response_format=ANSWER, **HOT
+        ).choices
+        assert functions(choice.message) == [("now", {})]
+        tools = [
+            {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": True}
+        ]
+        text = {"format": {"type": "json_schema", **ANSWER["json_schema"], "strict": True}}
+        reply = client.responses.create(
+            model="tiny", input="x", tools=tools, tool_choice={"type": "function", "name": "now"}, text=text
+        )
+        assert [(item.type, item.name) for item in reply.output] == [("function_call", "now")]
+        with pytest.raises(openai.BadRequestError, match="demands a call, and a text can follow one grammar"):
+            client.chat.completions.create(
+                messages=HELLO, tools=TOOLS, tool_choice=NAMED, extra_body={"guided_regex": "a+"}, **HOT
+            )
+
+
 @pytest.mark.parametrize("tag, special", [("think", False), ("think", True), ("seed:think", False)])
 def test_a_call_that_is_demanded_follows_the_thought_that_the_prompt_has_opened(tmp_path, tag, special):
     tokens = (f"<{tag}>", f"</{tag}>") if special else ()

@@ -59,8 +59,7 @@ def json_of(schema: Any) -> str:
     Raises:
       UserError: the schema is malformed.
     """
-    prepared = schemas.prepared(json.dumps(schema))
-    return "%json " + json.dumps({**(prepared if isinstance(prepared, dict) else {}), "x-guidance": _LAYOUT})
+    return schemas.embedded(schemas.prepared(json.dumps(schema)), _LAYOUT)
 
 
 def json_of_types(tools: Tools, name: str, schema: Any, types: Set[str]) -> str:

@@ -134,6 +134,11 @@ class ApiRequest(SampledParameters):
         return self.n or 1
 
     @property
+    def has_format(self) -> bool:
+        """Whether an answer has a format; what vLLM calls guided is the text itself, calls included."""
+        return self.response_format is not None and self.response_format.get("type") != "text"
+
+    @property
     def structured(self) -> dict[str, Any]:
         """What the text must match, by the parameters' names."""
         return {

@@ -71,7 +71,8 @@ def _chat_asks(request: ChatRequest, served: Served, config: ServerConfig) -> li
     asks = _asks(request, talk.ids_of(text), dialect.ends_of(talk), served, config, "messages")
     parallel, thinks = request.parallel_tool_calls is not False, dialect.thinks_after(text)
     with invalid("tool_choice"):
-        forced = choice.grammar(dialect, request.tool_choice, tools or [], parallel)
+        asked, is_format = asks[0].sampling.grammar, request.has_format
+        forced = choice.grammar(dialect, request.tool_choice, tools or [], parallel, asked, is_format)
         if forced is not None:
             served.engine.check(forced)
         samplings = [choice.forced(ask.sampling, forced, dialect, thinks) for ask in asks]
