@@ -10,7 +10,7 @@ from capibara.core.types import UserError
 
 _KEY = "CAPIBARA_API_KEY"
 _DESCRIPTION = f"""Serve a model over HTTP with OpenAI's API: /v1/completions, /v1/chat/completions (both can stream),
-/v1/models, /health, /ready and /metrics; of a reward model /v1/score.
+/v1/models, /health, /ready and /metrics; of a reward model /v1/score and /v1/rerank.
 
 examples:
   python -m capibara.serve --model_dir=runs/finetune/adapted

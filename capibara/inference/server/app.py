@@ -176,6 +176,7 @@ _READINGS: dict[str, _ReadingRoute[Any]] = {
     "/v1/embeddings": _ReadingRoute(readings.EmbeddingRequest, readings.embeddings),
     "/v1/score": _ReadingRoute(scores.ScoreRequest, scores.scores),
     "/score": _ReadingRoute(scores.ScoreRequest, scores.scores),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _ReadingRoute(scores.RerankRequest, scores.ranks)),
     "/v1/messages/count_tokens": _ReadingRoute(CountRequest, count_tokens),
     "/tokenize": _ReadingRoute(readings.TokenizeRequest, readings.tokenize),
     "/detokenize": _ReadingRoute(readings.DetokenizeRequest, readings.detokenize),

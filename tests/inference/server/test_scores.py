@@ -103,6 +103,36 @@ def test_scores_are_those_of_python_bit_by_bit(running, model):
     assert answer["object"] == "list" and answer["model"] == "judge" and answer["id"].startswith("score-")
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_answers_are_sorted_by_their_scores(running, model, path):
+    want = sorted(enumerate(model.scores(QUERY, ANSWERS)), key=lambda item: -item[1])
+    status, answer = ask(running, path=path, model="judge", query=QUERY, documents=ANSWERS, return_documents=True)
+    assert status == 200 and [(item["index"], item["relevance_score"]) for item in answer["results"]] == want
+    assert [item["document"] for item in answer["results"]] == [{"text": ANSWERS[index]} for index, _ in want]
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > len(ANSWERS)
+    for top_n, count in ((2, 2), (0, 4), (9, 4)):
+        _, best = ask(running, path=path, query=QUERY, documents=ANSWERS, top_n=top_n, return_documents=False)
+        assert [(item.pop("index"), item.pop("relevance_score")) for item in best["results"]] == want[:count]
+        assert not any(best["results"])
+
+
+@pytest.mark.parametrize(
+    "options, param, message",
+    [
+        ({"documents": []}, "documents", "documents is [], must be a text or a list of texts"),
+        ({"documents": ["a"] * 6}, "documents", "documents has 6 items: at most 5 texts in all"),
+        ({"query": "a" * 10**5}, "query", "query has 100000 characters"),
+        ({"query": ["a"]}, "query", "query is ['a']"),
+        ({"top_n": -1}, "top_n", "top_n is -1"),
+        ({"use_activation": True}, "use_activation", "use_activation is not supported"),
+    ],
+    ids=range(6),
+)
+def test_answers_that_cannot_be_sorted_are_refused(running, options, param, message):
+    status, answer = ask(running, path="/v1/rerank", **{"query": QUERY, "documents": ANSWERS} | options)
+    assert (status, answer["error"]["param"]) == (400, param) and message in answer["error"]["message"]
+
+
 def test_conversations_are_scored_at_their_last_answer(running, model):
     before = [{"role": "system", "content": "Be kind."}, *HELLO]
     talks = [[*before, {"role": "assistant", "content": answer}] for answer in ANSWERS]
@@ -121,6 +151,8 @@ def test_a_process_reward_model_scores_each_step(steps):
     assert [len(item) for item in want] == [3, 1]
     with Running(served_of(steps)) as running:
         assert values(running, text_1=QUERY, text_2=answers) == want
+        status, answer = ask(running, path="/v1/rerank", query=QUERY, documents=answers)
+        assert status == 400 and "has a score for each step of an answer: ask /v1/score" in answer["error"]["message"]
 
 
 def test_tokens_and_requests_are_counted(running, model):
@@ -150,7 +182,7 @@ REFUSED = {
     "a number inside": ({"text_1": "a", "text_2": ["b", 5]}, "text_2", "must be a text or a list of texts"),
     "an empty list": ({"text_1": "a", "text_2": []}, "text_2", "must be a text or a list of texts"),
     "other numbers of texts": ({"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "text_1 has 2 texts and text_2 3"),
-    "too many texts": ({"text_1": "a", "text_2": ["b"] * 6}, "text_2", "6 text_2s: at most 5 texts in all"),
+    "too many texts": ({"text_1": "a", "text_2": ["b"] * 6}, "text_2", "text_2 has 6 items: at most 5 texts in all"),
     "too many conversations": ({"messages": [[*HELLO, ANSWER]] * 6}, "messages", "6 conversations: at most 5 texts"),
     "a long answer": ({"text_1": "a", "text_2": "b" * 1000}, "text_2", "text_2 has 10.. tokens, must have at most"),
     "a very long answer": ({"text_1": "a", "text_2": "b" * 100_000}, "text_2", "text_2 has 100000 characters"),

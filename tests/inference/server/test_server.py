@@ -316,6 +316,7 @@ BODIES = {
     "a long number": (b'{"model": "tiny", "prompt": "a", "max_tokens": ' + b"9" * 9999 + b"}", 400),
     "a long seed": (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 400 + b"}", 400),
     "a long penalty": (b'{"model": "tiny", "prompt": "a", "repetition_penalty": ' + b"9" * 400 + b"}", 400),
+    "infinity of a call": (b'{"model": "tiny", "prompt": "a", "messages": [{"tool_calls": [{"function": {"arguments": {"x": 1e400}}}]}]}', 400),
     "large": (b'{"model": "tiny", "prompt": "' + b"x" * 2**21 + b'"}', 413),
 }
 
@@ -327,6 +328,17 @@ def test_a_body_of_any_kind_is_answered(running, name):
     assert status == want, answer
     if want != 200:
         assert json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("number", ["1e400", "-2E+0999", "9" * 400 + ".5", "NaN", "-Infinity"])
+@pytest.mark.parametrize("as_text", [False, True], ids=["values", "a text"])
+def test_numbers_of_a_conversation_are_finite(running, number, as_text):
+    """Templates would write Infinity, which is no JSON; pydantic_core reads 1e400 as it also without allow_inf_nan."""
+    arguments = json.dumps(f'{{"x": {number}}}') if as_text else f'{{"x": {number}}}'
+    call = f'{{"id": "a", "type": "function", "function": {{"name": "f", "arguments": {arguments}}}}}'
+    talk = f'[{{"role": "user", "content": "1e400 NaN"}}, {{"role": "assistant", "tool_calls": [{call}]}}]'
+    status, answer, _ = running.http("POST", "/v1/chat/completions", f'{{"model": "tiny", "messages": {talk}}}')
+    assert status == 400 and json.loads(answer)["error"]["code"] == "invalid_json", answer
 
 
 def test_what_is_not_there_is_told_in_the_same_shape(running):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 from capibara.inference.calls.parsing.text import Malformed, Steps, Text
@@ -11,7 +12,7 @@ _DEEPEST = 100  # lists and objects within each other, as in a message that a te
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _ATOM = re.compile(r"[-+.0-9A-Za-z]*")
-_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
 def skip_value(text: Text, deepest: int = _DEEPEST) -> Steps[None]:
@@ -29,8 +30,14 @@ def skip_value(text: Text, deepest: int = _DEEPEST) -> Steps[None]:
         case "[":
             yield from _skip_items(text, "]", deepest)
         case _:
-            if not _SCALAR.fullmatch((yield from text.run(_ATOM))):
+            word = yield from text.run(_ATOM)
+            if word not in ("true", "false", "null") and not is_number(word):
                 raise Malformed
+
+
+def is_number(word: str) -> bool:
+    """Whether it is a number of JSON that a float64 holds: Python reads 1e400 as infinity, and Go refuses it."""
+    return bool(_NUMBER.fullmatch(word)) and math.isfinite(float(word))
 
 
 def skip_string(text: Text) -> Steps[None]:

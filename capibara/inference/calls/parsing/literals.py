@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from typing import Any
 
+from capibara.inference.calls.parsing.json_text import is_number
 from capibara.inference.calls.parsing.text import Malformed, Steps, Text
 
 _DEEPEST = 100
@@ -63,13 +63,9 @@ def read_value(text: Text, quote: str = "", deepest: int = _DEEPEST) -> Steps[An
 def _scalar(word: str) -> Any:
     if word in _WORDS:
         return _WORDS[word]
-    try:
-        number = json.loads(word)
-    except ValueError:
-        raise Malformed from None
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+    if not is_number(word):
         raise Malformed
-    return number
+    return json.loads(word)
 
 
 def _raw(text: Text, quote: str) -> Steps[str]:

@@ -1,10 +1,12 @@
-"""Requests for a reward model's scores, in the form of vLLM's score API, and of whole conversations."""
+"""Requests for a reward model's scores, in the form of vLLM's score and rerank APIs, and of whole conversations."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from typing import Any
+
+import pydantic
 
 from capibara.data.chat.formats import Conversation
 from capibara.inference.server.openai.conversations import check_complete, conversation_of, rendering
@@ -57,6 +59,46 @@ class ScoreRequest(Parameters):
             message = f"{key} and messages are both set: leave one out"
             raise Refusal(400, message, param=key, code="invalid_value")
         return key, value
+
+
+class RerankRequest(Parameters):
+    """The body of POST /v1/rerank: a text of a user, and answers that are sorted by their scores."""
+
+    of_reward_models = True
+    unsupported = {name: values for name, values in ScoreRequest.unsupported.items() if name != "softmax"}
+    ignored = ScoreRequest.ignored
+
+    query: str
+    documents: Any
+    top_n: int | None = pydantic.Field(None, ge=0)  # 0: all, as in vLLM
+    return_documents: bool | None = None
+
+    @property
+    def waits(self) -> bool:
+        return True
+
+
+def ranks(request: RerankRequest, served: Served, config: ServerConfig) -> Json:
+    """The answers with the highest scores, highest first, as vLLM's, Jina's and Cohere's rerank APIs give them.
+
+    Raises:
+      Refusal: a parameter is invalid, an answer is too long, or the model has a score for each step of an answer.
+    """
+    bounds.check_prompt(request.query, served, config, "query")
+    pairs = ScoreRequest(model=request.model, queries=request.query, documents=request.documents)
+    answer = scores(pairs, served, config)
+    if any(isinstance(item["score"], list) for item in answer["data"]):
+        message = f"{served.name} has a score for each step of an answer: ask /v1/score"
+        raise Refusal(400, message, param="model", code="unsupported_model")
+    texts = [request.documents] if isinstance(request.documents, str) else request.documents
+    results = [
+        {"index": item["index"], "relevance_score": item["score"]}
+        | ({} if request.return_documents is False else {"document": {"text": texts[item["index"]]}})
+        for item in sorted(answer["data"], key=lambda item: -item["score"])
+    ]
+    usage = {key: answer["usage"][key] for key in ("prompt_tokens", "total_tokens")}
+    about = {"id": f"rerank-{uuid.uuid4().hex}", "model": answer["model"], "usage": usage}
+    return about | {"results": results[: request.top_n or None]}
 
 
 def scores(request: ScoreRequest, served: Served, config: ServerConfig) -> Json:

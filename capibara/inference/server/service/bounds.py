@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
+import re
 import reprlib
 from typing import Any
 
@@ -13,6 +17,7 @@ from capibara.inference.server.service.service import Served, ServerConfig
 
 _MOST_CONTAINERS = 65_536  # counts texts too: parsing more would delay other requests' tokens
 _DEEPEST = 64
+_LARGE = re.compile(r"[0-9][eE]\+?[0-9]{3}|[0-9]{300}|NaN|Infinity")  # may be a number that no float64 holds
 _MOST_PARAMETERS = 100
 _LONGEST_ARGUMENTS = 1 << 17  # characters of JSON within JSON
 # Length of one token's text: most have 3 to 5 characters, a few vocabularies have runs of a hundred spaces.
@@ -35,6 +40,7 @@ def parse(body: bytes, most_tokens: int) -> dict[str, Any]:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refusal(400, f"the body is not JSON in UTF-8: {error}", code="invalid_json") from None
+    check_numbers(body)
     if not isinstance(values, dict):
         raise Refusal(400, f"the body must be a JSON object, not {brief(values)}", code="invalid_json")
     options = values.get("stream_options")
@@ -44,6 +50,23 @@ def parse(body: bytes, most_tokens: int) -> dict[str, Any]:
             400, f"the body has {most} parameters, must have at most {_MOST_PARAMETERS}", code="invalid_value"
         )
     return values
+
+
+def check_numbers(content: str | bytes) -> None:
+    """Raises Refusal if JSON has a number that no float64 holds: parsers read 1e400 as infinity, which templates write."""
+    text = content if isinstance(content, str) else content.decode("utf-8", "replace")
+    if not _LARGE.search(text):  # most have none, and are parsed once
+        return
+    with contextlib.suppress(ValueError, RecursionError):  # whoever reads it says what is malformed
+        json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        message = f"the body has {brief(number)}, must have numbers that a float64 holds"
+        raise Refusal(400, message, code="invalid_json")
+    return value
 
 
 def _check_parts(body: bytes, most_tokens: int) -> None:
@@ -98,7 +121,7 @@ def check_prompt(
         return
     most = config.max_texts if most is None else most
     if len(prompt) > most:
-        message = f"{len(prompt)} {param}s: at most {most} texts in all"
+        message = f"{param} has {len(prompt)} items: at most {most} texts in all"
         raise Refusal(400, message, param=param, code="too_many_texts")
     for item in prompt:
         if isinstance(item, str):
@@ -204,6 +227,8 @@ def _check_arguments(value: dict[str, Any], param: str) -> None:
                 param=param,
                 code="invalid_value",
             )
+        if isinstance(text, str):
+            check_numbers(text)
 
 
 def quoted(message: str) -> str:

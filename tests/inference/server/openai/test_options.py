@@ -404,7 +404,7 @@ def test_texts_become_tokens_and_tokens_texts(running, served):
     "path, body, param, message",
     [
         ("/v1/embeddings", {"input": []}, "input", "input is [], must be a string, a list"),
-        ("/v1/embeddings", {"input": ["a"] * 257}, "input", "257 inputs: at most 256 texts in all"),
+        ("/v1/embeddings", {"input": ["a"] * 257}, "input", "input has 257 items: at most 256 texts in all"),
         ("/v1/embeddings", {"input": "x" * 300}, "input", "input has 300 tokens, must have at most 256"),
         ("/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions", "embeddings of this model have 32"),
         (
