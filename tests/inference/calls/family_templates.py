@@ -289,6 +289,18 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
         (),
     ),
     "harmony": (_HARMONY, ("<|channel|>",)),
+    "muse": (
+        "{% if m.reasoning %} to=self<|message|>{{ m.reasoning }}<|eom|><|start|>assistant{% endif %}"
+        "{% if m.content %} to=user<|message|>{{ m.content }}{{ '<|eom|><|start|>assistant' if m.tool_calls }}{% endif %}"
+        + CALLS
+        + ' to={{ f.name }}<|message|><atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n'
+        + EACH
+        + '<atem:parameter name="{{ k }}">'
+        + TEXT
+        + "</atem:parameter>\n{% endfor %}</atem:invoke>\n</atem:function_calls>"
+        "{{ '<|eom|><|start|>assistant' if not loop.last }}{% endfor %}",
+        (),
+    ),
 }  # fmt: skip
 
 

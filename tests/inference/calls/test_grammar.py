@@ -72,6 +72,7 @@ CLOSERS = (
     "</parameter>",
     "</｜DSML｜parameter>",
     "</｜DSML｜ parameter>",
+    "</atem:parameter>",
     "</arg_value>",
     "<escape>",
     "</steptml:parameter>",

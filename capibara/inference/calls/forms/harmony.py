@@ -29,11 +29,11 @@ def _read(text: Text, tools: Tools, marker: str) -> Steps[None]:
         yield from _read_message(text, tools, header)
         yield from text.spaces()
         header = yield from text.take(_START, _CHANNEL)
-        if not header or (yield from _is_cut_off(text)):
+        if not header or (yield from is_cut_off(text)):
             return
 
 
-def _is_cut_off(text: Text) -> Steps[bool]:
+def is_cut_off(text: Text) -> Steps[bool]:
     """Whether the text ends inside a header, which says nothing then; reads the header in this case."""
     start = text.at
     try:

@@ -7,6 +7,7 @@ from capibara.inference.calls.forms import (
     harmony,
     json_objects,
     literal_arguments,
+    muse,
     named,
     solar,
     tagged,
@@ -16,7 +17,7 @@ from capibara.inference.calls.forms.form import Evidence, Form
 
 # A model has the first form that it shows: a marker of one form may be a part of another's template.
 FORMS = (
-    *harmony.FORMS, *solar.FORMS, *xtml.FORMS, *literal_arguments.FORMS, *named.FORMS, *elements.FORMS, *tagged.FORMS,
+    *harmony.FORMS, *muse.FORMS, *solar.FORMS, *xtml.FORMS, *literal_arguments.FORMS, *named.FORMS, *elements.FORMS, *tagged.FORMS,
     *json_objects.FORMS,
 )  # fmt: skip
 

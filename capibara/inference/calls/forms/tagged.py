@@ -33,6 +33,8 @@ class CallTags:
       layout: white space between tags in a grammar.
       type: around an argument's type, which a model may write between its name and its value; empty: it never does.
       raw: around a value that a model may put between them as it is; empty: it never does.
+      header: before `begin` in a grammar, with NAME for the tool's; empty: nothing.
+      between: between two calls in a grammar; empty: the layout.
       reads_objects: whether a call may be a JSON object instead, with "name" and "arguments".
     """
 
@@ -50,7 +52,15 @@ class CallTags:
     layout: str = "\n"
     type: tuple[str, str] = ("", "")
     raw: tuple[str, str] = ("", "")
+    header: str = ""
+    between: str = ""
     reads_objects: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All that may be a special token."""
+        names = (self.begin, self.call, self.name_end, self.key, *self.key_ends)
+        return (*names, self.value, self.value_end, self.call_end, self.end, *self.type)
 
     def read(self, text: Text, tools: Tools, marker: str) -> Steps[None]:
         """Reads one call, or all of a section."""
@@ -157,7 +167,7 @@ class CallTags:
             begin, end = line + self.call, ""
         else:
             begin = self.begin + (line + self.call if self.call else "")
-            yield from rules_of_any(tools, parallel, between=marks(line))
+            yield from rules_of_any(tools, parallel, between=marks(self.between or line))
         texts, raw_texts = Texts(self.value_end, marks, self.raw[0]), Texts(self.raw[1], marks, name="raw")
         for number, name in enumerate(tools.parameters):
             arguments = []
@@ -165,7 +175,8 @@ class CallTags:
                 rule = f"value_{number}_{place}"
                 yield f"{rule}: {self._value_rule(tools, name, key, value, texts, raw_texts)}"
                 arguments.append(f"({self._head(key, tools, name, marks)} {rule}){'' if required else '?'}")
-            head = f"{begin}{name}{self.name_end}"
+            check_name(name, "the name", name, *((" ", "<") if self.header else ()))
+            head = f"{self.header.replace('NAME', name)}{begin}{name}{self.name_end}"
             after = marks(line + self.call_end + end)
             yield f"call_{number}: {marks(head)} {' '.join(arguments)} {after}"
 
@@ -208,7 +219,7 @@ _QWEN = CallTags(
 _SEED = dataclasses.replace(_QWEN, begin="<seed:tool_call>", end="</seed:tool_call>", padding="")
 
 
-def _invokes(section: str, mark: str = "", key_ends: dict[str, bool | None] = _BY_SCHEMA) -> CallTags:
+def invokes(section: str, mark: str = "", key_ends: dict[str, bool | None] = _BY_SCHEMA) -> CallTags:
     """Elements invoke and parameter, each with a name, in a section of calls; `mark` is before the word of each tag."""
     return CallTags(
         begin=f"<{mark}{section}>",
@@ -223,11 +234,11 @@ def _invokes(section: str, mark: str = "", key_ends: dict[str, bool | None] = _B
     )
 
 
-_MINIMAX = _invokes("minimax:tool_call")
-_DOTS = _invokes("dots_function_call")
-_DEEPSEEK = _invokes("function_calls", "｜DSML｜", _BY_ATTRIBUTE)
-_DEEPSEEK_V4 = _invokes("tool_calls", "｜DSML｜", _BY_ATTRIBUTE)
-_DEEPSEEK_V41 = _invokes("calls", "｜DSML｜ ", _BY_ATTRIBUTE)
+_MINIMAX = invokes("minimax:tool_call")
+_DOTS = invokes("dots_function_call")
+_DEEPSEEK = invokes("function_calls", "｜DSML｜", _BY_ATTRIBUTE)
+_DEEPSEEK_V4 = invokes("tool_calls", "｜DSML｜", _BY_ATTRIBUTE)
+_DEEPSEEK_V41 = invokes("calls", "｜DSML｜ ", _BY_ATTRIBUTE)
 _GLM = CallTags(
     begin="<tool_call>",
     key="<arg_key>",
@@ -245,7 +256,7 @@ _HY = dataclasses.replace(
     is_section=True,
 )
 _STEP = dataclasses.replace(
-    _invokes("", "steptml:"),
+    invokes("", "steptml:"),
     begin="<｜tool_calls_begin｜>",
     call='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
     call_end="</steptml:invoke><｜tool_call_end｜>",
@@ -278,19 +289,8 @@ _IFM = CallTags(
 
 
 def _form(name: str, tags: CallTags, detect: Callable[[Evidence], bool]) -> Form:
-    marks = (
-        tags.begin,
-        tags.call,
-        tags.name_end,
-        tags.key,
-        *tags.key_ends,
-        tags.value,
-        tags.value_end,
-        tags.call_end,
-        tags.end,
-    )
     begins = (tags.begin, tags.call) if tags.reads_objects else (tags.begin,)
-    return Form(name, detect, begins, tags.read, tags.rules, (*marks, *tags.type))
+    return Form(name, detect, begins, tags.read, tags.rules, tags.marks)
 
 
 FORMS = (
