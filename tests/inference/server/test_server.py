@@ -316,7 +316,10 @@ BODIES = {
     "a long number": (b'{"model": "tiny", "prompt": "a", "max_tokens": ' + b"9" * 9999 + b"}", 400),
     "a long seed": (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "seed": ' + b"9" * 400 + b"}", 400),
     "a long penalty": (b'{"model": "tiny", "prompt": "a", "repetition_penalty": ' + b"9" * 400 + b"}", 400),
-    "infinity of a call": (b'{"model": "tiny", "prompt": "a", "messages": [{"tool_calls": [{"function": {"arguments": {"x": 1e400}}}]}]}', 400),
+    "infinity of a call": (
+        b'{"model": "tiny", "prompt": "a", "messages": [{"tool_calls": [{"function": {"arguments": {"x": 1e400}}}]}]}',
+        400,
+    ),
     "large": (b'{"model": "tiny", "prompt": "' + b"x" * 2**21 + b'"}', 413),
 }
 

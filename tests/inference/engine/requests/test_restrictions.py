@@ -21,7 +21,11 @@ from tests.inference.engine.requests.test_structured import FREE, MODEL, VOCABUL
 
 GREEDY = Sampling(temperature=0, max_new_tokens=24)
 PROMPT = "a prompt, a prompt"
-CONFIGS = [{}, {"decode_steps": 4}, {"draft_tokens": 3, "page_size": 32}]
+CONFIGS = [
+    {"decode_steps": 4},
+    pytest.param({}, marks=pytest.mark.heavy),
+    pytest.param({"draft_tokens": 3, "page_size": 32}, marks=pytest.mark.heavy),
+]
 LETTERS = tuple(VOCABULARY.encode("abcdefghij klm"))
 
 
@@ -67,7 +71,7 @@ def test_restricted_texts_are_those_of_the_loop_beside_free_ones(config):
     assert want[1] != want[0] and want[4] != want[1] and set(want[1]) <= {*LETTERS}
 
 
-@pytest.mark.parametrize("config", CONFIGS[1:], ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_drawn_texts_are_restricted_too(config):
     sampling = dataclasses.replace(FREE, temperature=2.0, allowed_ids=LETTERS, bad_words=("ab", "c", " d"))
     texts = [engine(**config).submit("p", dataclasses.replace(sampling, seed=seed)).result().text for seed in range(4)]
