@@ -66,7 +66,9 @@ def grammar(
     if name is None and choice != "required":
         if asked is None or not is_format or dialect.form is None or not names:
             return asked
-        return dialect.grammar(tools, names, parallel, asked.json_schema)
+        schema = asked.json_schema
+        assert isinstance(schema, str | bool), "a grammar has objects as text"
+        return dialect.grammar(tools, names, parallel, schema)
     if asked is not None and not is_format:
         raise UserError("tool_choice demands a call, and a text can follow one grammar: leave the other one out")
     # A named tool is called once, as by OpenAI.
