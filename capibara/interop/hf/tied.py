@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from capibara.core.types import UserError
 from capibara.interop.hf import families, keys, tables, wrappers
 from capibara.interop.hf.layout.family import Kind
-from capibara.interop.hf.layout.rows import Cut
+from capibara.interop.hf.layout.rows import Cut, Names
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.hf.values import LAYERS
 
@@ -44,6 +45,7 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
                 f"{todays[alias]} differs from {by_name[target]}, and capibara's {model_type} has one for both, whatever "
                 "tie_word_embeddings says: take another model"
             )
+    _check_constants(names, todays, {**family.defaults, **keys.canonical(text, family)}, read)
     head, embedding = tables.ends(model_type)
     of_t5 = family.kind == Kind.ENCODER_DECODER  # ties them whatever its config.json says
     if not {head, embedding} <= by_name.keys() or not (of_t5 or families.head(text, family) == "tied"):
@@ -59,6 +61,18 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
             f"{config.get('tie_word_embeddings', True)}: set it to false for the head as stored, or remove the head"
         )
     return resolved
+
+
+def _check_constants(names: Names, todays: Mapping[str, str], values: Mapping[str, Any], read: Read) -> None:
+    """Raises UserError if a stored tensor of what our model computes has other values, in the precision of the file."""
+    for pattern, value in names.constants.items():
+        for name in (name for name in todays if re.search(pattern, name)):
+            stored, expected = read(todays[name]), _computed(value, values)
+            rounded = expected.astype(stored.dtype).astype(np.float32)
+            if stored.shape != expected.shape or not np.allclose(stored.astype(np.float32), rounded, 1e-6, 1e-6):
+                raise UserError(
+                    f"{todays[name]} has other values than capibara's {values['model_type']} computes: take another model"
+                )
 
 
 def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.ndarray]:
@@ -82,9 +96,14 @@ def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.n
         return {}
     family = families.FAMILIES[str(config["model_type"])]
     values = {**family.defaults, **keys.canonical(config, family)}
+    return {name: _computed(value, values) for name, value in missing.items()}
+
+
+def _computed(value: Callable[[Mapping[str, Any]], np.ndarray], values: Mapping[str, Any]) -> np.ndarray:
+    """A tensor from the values of config.json, which is not checked yet."""
     try:
-        return {name: value(values) for name, value in missing.items()}
-    except (KeyError, TypeError, ValueError) as error:
+        return value(values)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise UserError(f"config.json cannot be read ({type(error).__name__}: {error}): copy the file again") from error
 
 

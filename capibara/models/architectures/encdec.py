@@ -63,6 +63,18 @@ class EncoderEmbedding(enum.StrEnum):
     OWN = "own"
 
 
+class Sines(enum.StrEnum):
+    """Sinusoidal positions of a stack.
+
+    stored: a tensor that is not trained (Pegasus). computed: the same values without a tensor (Marian). tensor2tensor: computed,
+    with wavelengths that end at 2e4 pi (M2M-100).
+    """
+
+    STORED = "stored"
+    COMPUTED = "computed"
+    TENSOR2TENSOR = "tensor2tensor"
+
+
 class HeadScale(enum.StrEnum):
     """Factor of the final hidden states before a tied head: embed_dim**-0.5 (T5), or none."""
 
@@ -81,8 +93,9 @@ class EncoderDecoderConfig(Patterned, TransformerConfig):
       head_scale: factor of the final hidden states before a tied head.
       num_layers: layers of the decoder.
       num_encoder_layers: layers of the encoder; None: as many as the decoder's.
-      positions, rope: relative, those that each stack adds to its embeddings (a learned table, or one of sines that is not
-        trained, Pegasus), or rotary in self-attention, as configured by `rope`.
+      positions, rope: relative, those that each stack adds to its embeddings (a learned table, or sines as `sines` says), or
+        rotary in self-attention, as configured by `rope`.
+      sines: which sinusoidal positions.
       max_length: longest row of either side; positions that are added need one.
       position_offset: for positions that are added: that of a document's first token (BART: 2).
       relative_buckets: number of buckets of relative positions; the encoder uses half of them for keys after the query.
@@ -103,6 +116,7 @@ class EncoderDecoderConfig(Patterned, TransformerConfig):
     num_encoder_layers: int | None = None
     positions: Positions = Positions.RELATIVE
     rope: Rope = Rope()
+    sines: Sines = Sines.STORED
     position_offset: int = 0
     relative_buckets: int = 32
     relative_distance: int = 128
@@ -172,6 +186,14 @@ class EncoderDecoderConfig(Patterned, TransformerConfig):
                 f"EncoderDecoderConfig.position_offset ({self.position_offset}) is for positions that are added, and must be "
                 "at least 0: leave it out"
             )
+        if self.sines is not Sines.STORED and self.positions is not Positions.SINUSOIDAL:
+            raise UserError(
+                f"EncoderDecoderConfig.sines ({str(self.sines)!r}) is for 'sinusoidal' positions, not for {positions!r}: leave it out"
+            )
+        if self.positions is Positions.SINUSOIDAL and (self.embed_dim % 2 or self.embed_dim < 4):
+            raise UserError(
+                f"EncoderDecoderConfig.embed_dim ({self.embed_dim}) must be even and at least 4 for sinusoidal positions: try 512"
+            )
         if self.positions is not Positions.RELATIVE:
             if (self.relative_buckets, self.relative_distance) != _BUCKETS or self.relative_tables != "shared":
                 raise UserError(
@@ -196,7 +218,13 @@ class EncoderDecoderConfig(Patterned, TransformerConfig):
     @property
     def untrained(self) -> frozenset[str]:
         tables = [f"{side}/position_embedding" for side in ("encoder", "decoder")]
-        return frozenset({"output_bias", *(tables if self.positions is Positions.SINUSOIDAL else ())})
+        is_stored = self.positions is Positions.SINUSOIDAL and self.sines is Sines.STORED
+        return frozenset({"output_bias", *(tables if is_stored else ())})
+
+    @property
+    def has_table(self) -> bool:
+        """Whether each stack has a parameter with its positions."""
+        return self.positions.added and self.sines is Sines.STORED
 
     @property
     def encoder_layers(self) -> int:
@@ -338,7 +366,7 @@ class Stack(nnx.Module):
     ):
         self.config, self.causal = config, causal
         relative = config.positions is Positions.RELATIVE
-        if config.positions.added:
+        if config.has_table:
             assert config.max_length is not None, "the configuration checks it"
             shape = (config.max_length + config.position_offset, config.embed_dim)
             drawn: layers.Initializer = layers.normal(0.02)
@@ -366,8 +394,19 @@ class Stack(nnx.Module):
         config = self.config
         if config.positions.added:
             assert positions_BT is not None, "batches have them"
-            x_BTD = x_BTD + self.position_embedding[...][positions_BT + config.position_offset].astype(x_BTD.dtype)
+            x_BTD = x_BTD + self._positions(positions_BT + config.position_offset).astype(x_BTD.dtype)
         return self.embedding_norm(x_BTD) if config.embedding_norm is EmbeddingNorm.LAYER else x_BTD
+
+    def _positions(self, numbers_BT: jax.Array) -> jax.Array:
+        """The positions that are added [B, T, D], by their numbers in a table."""
+        config = self.config
+        if config.has_table:
+            return self.position_embedding[...][numbers_BT]
+        if config.sines is Sines.TENSOR2TENSOR:
+            return layers.sines(numbers_BT, config.embed_dim)
+        assert config.max_length is not None, "the configuration checks it"
+        # Not at each position: float32 has too few bits for the angles of late ones.
+        return jnp.asarray(layers.sine_table(config.max_length + config.position_offset, config.embed_dim))[numbers_BT]
 
     def angles(self, positions_BT: jax.Array | None) -> dict[LayerKind, Angles] | None:
         """What rotates queries and keys at these positions, in each kind of layer; None: nothing."""

@@ -64,6 +64,8 @@ class EncoderConfig(Transformed, Patterned, TransformerConfig):
       layer_repeats: how often each layer is applied, one time after the other, before the next one (ALBERT); above 1 all
         layers are global, without experts and alike.
       first_norm: whether the first layer's attention has a norm of its input.
+      token_dropout: number of the token in masked places, whose embedding is 0 while those of the others are scaled by the
+        share of such places in training over that in the document (ESM-2); None: it is a token as others.
       embedding_dim: width of the embeddings, which a projection widens to embed_dim, and of the head (ELECTRA); None:
         embed_dim, without a projection.
       embedding_norm: whether the sum of the embeddings is normalised (not in Megatron's BERT).
@@ -90,6 +92,7 @@ class EncoderConfig(Transformed, Patterned, TransformerConfig):
     layer_pattern: tuple[LayerKind, ...] = (LayerKind.GLOBAL,)
     layer_repeats: int = 1
     first_norm: FirstNorm = FirstNorm.LAYER
+    token_dropout: int | None = None
     embedding_dim: int | None = None
     embedding_norm: EmbeddingNorm = EmbeddingNorm.LAYER
     head_bias: HeadBias = HeadBias.VOCAB
@@ -137,6 +140,10 @@ class EncoderConfig(Transformed, Patterned, TransformerConfig):
         for name in ("token_types", "task_types", "position_offset"):
             if getattr(self, name) < 0:
                 raise UserError(f"EncoderConfig.{name} is {getattr(self, name)}, must be at least 0: 0 is none")
+        if self.token_dropout is not None and not 0 <= self.token_dropout < self.vocab_size:
+            raise UserError(
+                f"EncoderConfig.token_dropout is {self.token_dropout}, must be a token, below vocab_size ({self.vocab_size}), or None"
+            )
         if self.embedding_dim is not None and (self.embedding_dim < 1 or self.embedding_dim == self.embed_dim):
             raise UserError(
                 f"EncoderConfig.embedding_dim is {self.embedding_dim}, must be at least 1 and not embed_dim "
@@ -229,6 +236,21 @@ def _check_layers(config: EncoderConfig) -> None:
             f"EncoderConfig.first_norm 'none' is for norm_placement 'pre', residual 'sequential' and num_layers of at least "
             f"2, not for {str(config.norm_placement)!r}, {str(config.residual)!r} and {config.num_layers}: leave it out"
         )
+
+
+_MASKED = 0.15 * 0.8  # share of the tokens that ESM's training masked
+
+
+def unmasked_scale(masked_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+    """The factor of each token's embedding [B, T]: 0 in masked places, elsewhere such that a document's sum is as in training."""
+    count = functools.partial(jax.ops.segment_sum, num_segments=segments_BT.shape[1] + 1)
+
+    def of_row(masked_T: jax.Array, segments_T: jax.Array) -> jax.Array:
+        real = count(jnp.ones(segments_T.shape, jnp.float32), segments_T)
+        seen = real - count(masked_T.astype(jnp.float32), segments_T)
+        return jnp.where(masked_T, 0.0, ((1 - _MASKED) * real / jnp.maximum(seen, 1))[segments_T])
+
+    return jax.vmap(of_row)(masked_BT, segments_BT)
 
 
 @model_of(EncoderConfig)
@@ -351,6 +373,9 @@ class Encoder(Transforming, nnx.Module):
         x = embedding.lookup(self.embedding[...], batch["tokens"], config.dtype.value)
         if config.embedding_scale is EmbeddingScale.SQRT_DIM:
             x = x * config.embed_dim**0.5
+        if config.token_dropout is not None:
+            unmasked = unmasked_scale(batch["tokens"] == config.token_dropout, batch["segment_ids"])
+            x = x * unmasked[..., None].astype(x.dtype)
         added: list[jax.Array] = []
         if config.token_types:
             added.append(self.type_embedding[...][batch["token_types"] if "token_types" in batch else 0])

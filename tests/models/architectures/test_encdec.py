@@ -361,6 +361,14 @@ def test_impossible_positions_are_refused(change, message):
         (dict(layer_pattern=("local",)), "window is None, must be at least 1 where layer_pattern has local layers"),
         (dict(layer_pattern=("local",), window=4), "encoder_window has no value, local layers in layer_pattern need"),
         (dict(window=4), "window is 4, must be at least 1 where layer_pattern has local layers, and None elsewhere"),
+        (
+            dict(sines="computed"),
+            r"sines \('computed'\) is for 'sinusoidal' positions, not for 'relative': leave it out",
+        ),
+        (
+            dict(positions="sinusoidal", embed_dim=2, max_length=8, relative_buckets=32, relative_distance=128),
+            r"embed_dim \(2\) must be even and at least 4",
+        ),
         (dict(position_offset=2), r"position_offset \(2\) is for positions that are added"),
         (
             dict(positions="learned", max_length=8),
@@ -390,6 +398,23 @@ def test_impossible_shapes_are_refused(change, message):
 def test_impossible_rotations_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(GEMMA, **change)
+
+
+@pytest.mark.parametrize("sines, most", [("computed", 0.0), ("tensor2tensor", None)])
+def test_computed_sines_have_no_table(sines, most):
+    """The same as those that are stored, or with other wavelengths (M2M-100)."""
+    stored = dataclasses.replace(ADDED, positions="sinusoidal")
+    models = api.build(stored), api.build(dataclasses.replace(stored, sines=sines))
+    params = random_params(models[1])
+    tables = {side: {**params[side], "position_embedding": api.sine_table(42, 32)} for side in ("encoder", "decoder")}
+    batch = batch_of([[20, 8], [32]], [[16, 6], [24]])
+    want, got = (
+        np.asarray(model.logits(values, batch))
+        for model, values in zip(models, ({**params, **tables}, params), strict=True)
+    )
+    assert np.abs(got - want).max() == most if most is not None else np.abs(got - want).max() > 1e-3
+    assert "position_embedding" not in models[1].abstract_params["encoder"]
+    assert models[1].config.untrained == {"output_bias"}
 
 
 def test_norms_behind_the_layers_are_a_choice_of_their_own():

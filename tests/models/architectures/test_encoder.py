@@ -17,6 +17,7 @@ from capibara.interop.hf import tables
 from capibara.interop.hf.layout import tensors
 from capibara.models import api
 from capibara.models.api import Disentangled, EncoderConfig, Lora
+from capibara.models.architectures import encoder
 from capibara.sharding import Plan, Remat
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden"
@@ -199,6 +200,28 @@ def test_a_published_model_has_its_published_size(name, count):
     assert model.config.dtype == "bfloat16"
 
 
+def test_masked_places_scale_the_embeddings_of_their_own_document():
+    """ESM-2: a row of two documents is as the documents alone, of which one has no masked token."""
+    model = api.build(dataclasses.replace(TINY, token_dropout=7))
+    params, tokens = random_params(model), random_tokens(1)
+    tokens[tokens == 7] = 8
+    tokens[0, [2, 3, 5]] = 7
+    packed = batch_of(tokens)
+    packed["segment_ids"][0, 10:] = 2
+    packed["positions"] = np.concatenate([np.arange(10), np.arange(14)])[None].astype(np.int32)
+    got = np.asarray(model.logits(params, packed))
+    for start, stop in ((0, 10), (10, 24)):
+        alone = model.logits(params, batch_of(tokens[:, start:stop]))
+        np.testing.assert_allclose(got[:, start:stop], alone, rtol=1e-5, atol=1e-5)
+    scale = np.asarray(encoder.unmasked_scale(tokens == 7, packed["segment_ids"]))[0]
+    np.testing.assert_allclose(scale[[0, 2, 12]], [0.88 * 10 / 7, 0.0, 0.88], rtol=1e-6)
+
+
+def test_a_document_of_masked_places_alone_is_finite():
+    scale = encoder.unmasked_scale(np.ones((1, 4), bool), np.ones((1, 4), np.int32))
+    assert not np.asarray(scale).any()
+
+
 def test_flops_count_attention_in_both_directions():
     weights = 2 * (4 * 32 * 32 + 2 * 32 * 48) + 32 * 32 + 96 * 32
     assert api.build(TINY).flops_per_token(24) == 6 * weights + 12 * 2 * 32 * 24
@@ -220,6 +243,7 @@ def test_flops_count_attention_in_both_directions():
         (dict(disentangled=Disentangled(), relative_buckets=8), "disentangled has distances of its own"),
         (dict(disentangled=Disentangled(), attention="cudnn"), "cannot score contents with distances: try 'auto'"),
         (dict(positions="alibi"), "positions is 'alibi', must be 'learned', 'rope' or 'none'"),
+        (dict(token_dropout=96), r"token_dropout is 96, must be a token, below vocab_size \(96\)"),
         (dict(layer_repeats=0), "layer_repeats is 0, must be at least 1"),
         (
             dict(layer_repeats=2, norm_placement="pre", first_norm="none"),
