@@ -91,6 +91,11 @@ CASES: dict[str, dict[str, Any]] = {
         },
     ),
     "pegasus": dict(BART, model_type="pegasus", activation_function="silu", eos_token_id=1),
+    "blenderbot": dict(BART, model_type="blenderbot", activation_function="gelu"),
+    "m2m_100": dict(BART, model_type="m2m_100", activation_function="relu", pad_token_id=1),
+    "marian": dict(BART, model_type="marian", activation_function="swish"),
+    "mvp": dict(BART, model_type="mvp", activation_function="gelu", scale_embedding=False),
+    "plbart": dict(BART, model_type="plbart", activation_function="gelu"),
 }
 TYPES = {case["model_type"] for case in CASES.values()}
 

@@ -1,4 +1,8 @@
-"""BART (Lewis et al. 2019, arXiv:1910.13461), mBART (2020, arXiv:2001.08210) and Pegasus (2019, arXiv:1912.08777)."""
+"""BART (Lewis et al. 2019, arXiv:1910.13461) and what has followed it.
+
+mBART (2020, arXiv:2001.08210), Pegasus (2019, arXiv:1912.08777), Marian (OPUS-MT, 2020), M2M-100 (2020, arXiv:2010.11125) with
+NLLB-200 (2022, arXiv:2207.04672), PLBART (2021, arXiv:2103.06333), MVP (2022, arXiv:2206.12131), Blenderbot (2020, arXiv:2004.13637).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import numpy as np
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import Family, Kind, Values
 from capibara.interop.hf.layout.rows import Names, Rows, attention, linear, norm, rows
-from capibara.models.api import TransformerConfig, sine_table
+from capibara.models.api import EncoderDecoderConfig, TransformerConfig, sine_table
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -52,14 +56,30 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _family(model_type: str, stem: str, **fixed: Any) -> Family:
+def _read_m2m(values: Values) -> dict[str, Any]:
+    """Positions count from that behind the padding token's number, as in fairseq."""
+    padding = values.get("pad_token_id")
+    if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
+        raise UserError(
+            f"config.json of an m2m_100 has pad_token_id = {padding!r}, must be a token: copy the file again"
+        )
+    return _read(values) | {"position_offset": padding + 1}
+
+
+def _write_m2m(config: TransformerConfig) -> dict[str, Any]:
+    assert isinstance(config, EncoderDecoderConfig), "the family's kind"
+    return _write(config) | {"pad_token_id": config.position_offset - 1}
+
+
+def _family(model_type: str, architecture: str, usual: Values | None = None, **fixed: Any) -> Family:
+    defaults = {"activation_function": "gelu", "scale_embedding": False, "max_position_embeddings": _LONGEST}
     return Family(
         model_type=model_type,
         kind=Kind.ENCODER_DECODER,
-        architectures=(f"{stem}ForConditionalGeneration",),
+        architectures=(architecture,),
         keys=_KEYS,
         fixed=_FIXED | fixed,
-        defaults={"activation_function": "gelu", "scale_embedding": False, "max_position_embeddings": _LONGEST},
+        defaults=defaults | dict(usual or {}),
         only={"tie_word_embeddings": (True,)},
         read_keys=tuple(_BOTH.values()),
         aliases={"num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model"}
@@ -124,18 +144,64 @@ _NAMES = Names(
     aliases=_SHARED,
     absent={"final_logits_bias": _no_bias},
 )
-_ADDED = {"embedding_norm": "layer", "positions": "learned", "position_offset": 2}
+_ADDED: dict[str, Any] = {"embedding_norm": "layer", "positions": "learned", "position_offset": 2}
+
+_BART: dict[str, Any] = {"norm_placement": "post", "final_norm": "none"} | _ADDED
+_MARIAN = dataclasses.replace(
+    _family(
+        "marian", "MarianMTModel", norm_placement="post", final_norm="none", positions="sinusoidal", sines="computed"
+    ),
+    only={"tie_word_embeddings": (True,), "share_encoder_decoder_embeddings": (True,)},
+)
+_M2M = dataclasses.replace(
+    _family(
+        "m2m_100",
+        "M2M100ForConditionalGeneration",
+        {"activation_function": "relu", "scale_embedding": True, "pad_token_id": 1},
+        norm_placement="pre",
+        positions="sinusoidal",
+        sines="tensor2tensor",
+        head_bias="none",
+    ),
+    read_keys=(*_BOTH.values(), "pad_token_id"),
+    read=_read_m2m,
+    write=_write_m2m,
+)
+# A prompt for each layer is a part of its own.
+_MVP = dataclasses.replace(
+    _family("mvp", "MvpForConditionalGeneration", **_BART),
+    only={"tie_word_embeddings": (True,), "use_prompt": (False,)},
+)
+_TABLES = [f"model.{side}.embed_positions.weight" for side in _SIDES]
 
 FAMILIES = (
-    (_family("bart", "Bart", norm_placement="post", final_norm="none", **_ADDED), _NAMES),
-    (_family("mbart", "MBart", norm_placement="pre", **_ADDED), _NAMES),
+    (_family("bart", "BartForConditionalGeneration", **_BART), _NAMES),
+    (_family("mbart", "MBartForConditionalGeneration", norm_placement="pre", **_ADDED), _NAMES),
     (
         # Its sines are tensors of a checkpoint, which older ones leave out.
-        _family("pegasus", "Pegasus", norm_placement="pre", positions="sinusoidal"),
+        _family("pegasus", "PegasusForConditionalGeneration", norm_placement="pre", positions="sinusoidal"),
+        dataclasses.replace(_NAMES, absent={"final_logits_bias": _no_bias} | dict.fromkeys(_TABLES, _sines)),
+    ),
+    (_family("plbart", "PLBartForConditionalGeneration", {"scale_embedding": True}, **_BART), _NAMES),
+    (_MVP, _NAMES),
+    (
+        _family(
+            "blenderbot",
+            "BlenderbotForConditionalGeneration",
+            {"max_position_embeddings": 128},
+            norm_placement="pre",
+            positions="learned",
+        ),
+        _NAMES,
+    ),
+    (
+        # Its sines are tensors of older checkpoints.
+        _MARIAN,
         dataclasses.replace(
             _NAMES,
-            absent={"final_logits_bias": _no_bias}
-            | {f"model.{side}.embed_positions.weight": _sines for side in _SIDES},
+            ignored=rf"{_NAMES.ignored}|\.embed_positions\.weight$",
+            constants={r"\.embed_positions\.weight$": _sines},
         ),
     ),
+    (_M2M, dataclasses.replace(_NAMES, ignored=rf"{_NAMES.ignored}|\.embed_positions\.weights$", absent={})),
 )
