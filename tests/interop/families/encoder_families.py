@@ -13,6 +13,9 @@ ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_h
 ENCODER |= {"tie_word_embeddings": True, "layer_norm_eps": 1e-5, "pad_token_id": 1}
 BERT = dict(ENCODER, hidden_act="gelu", type_vocab_size=2)
 DEBERTA = dict(BERT, model_type="deberta-v2", relative_attention=True, hidden_act="relu", pad_token_id=0)
+ESM = dict(ENCODER, model_type="esm", mask_token_id=6)  # that of `masked`
+XLM = dict(vocab_size=VOCAB, emb_dim=32, n_layers=3, n_heads=4, max_position_embeddings=64, layer_norm_eps=1e-5)
+XLM |= dict(tie_word_embeddings=True, pad_token_id=2)
 MODERN = {key: value for key, value in ENCODER.items() if key != "layer_norm_eps"}
 MODERN |= {"model_type": "modernbert", "num_hidden_layers": 5, "norm_eps": 1e-4, "pad_token_id": 0}
 MODERN |= {"cls_token_id": 1, "sep_token_id": 2}
@@ -22,6 +25,13 @@ YARN = rope("yarn", theta=500.0, factor=4.0, original_max_position_embeddings=16
 CASES: dict[str, dict[str, Any]] = {
     "roberta": dict(BERT, model_type="roberta", hidden_act="relu"),
     "xlm-roberta": dict(BERT, model_type="xlm-roberta", pad_token_id=3, type_vocab_size=1),
+    "data2vec-text": dict(BERT, model_type="data2vec-text", pad_token_id=3),
+    "roformer": dict(BERT, model_type="roformer", embedding_size=24, hidden_act="gelu_new", pad_token_id=0),
+    "roformer_whole": dict(BERT, model_type="roformer", type_vocab_size=3, pad_token_id=0),
+    "esm": dict(ESM, position_embedding_type="rotary", token_dropout=True, rope_theta=500.0),
+    "esm_absolute": dict(ESM, emb_layer_norm_before=True, pad_token_id=3),
+    "xlm": dict(XLM, model_type="xlm", gelu_activation=False),
+    "flaubert": dict(XLM, model_type="flaubert"),
     "camembert": dict(BERT, model_type="camembert", hidden_act="gelu_new"),
     "electra": dict(BERT, model_type="electra", embedding_size=24, hidden_act="gelu_new", pad_token_id=0),
     "electra_whole": dict(BERT, model_type="electra", embedding_size=32, type_vocab_size=3, pad_token_id=0),

@@ -1,13 +1,17 @@
-"""Encoders with BERT's layers and head: ELECTRA's generators, ERNIE (Baidu 2019), Megatron's BERT and DistilBERT."""
+"""Encoders with BERT's layers and head: ELECTRA's generators, ERNIE (Baidu 2019), RoFormer, Megatron's BERT and DistilBERT."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from capibara.interop.hf.layout.family import LAYER_NORM, WITHOUT_GROUPS, Family, Kind, Values
 from capibara.interop.hf.layout.rows import A, M, Names, linear, norm, renamed, rows, without
 from capibara.interop.hf.tables import BERT
-from capibara.models.api import EncoderConfig, TransformerConfig
+from capibara.kernels.rotary import Pairs
+from capibara.models.api import EncoderConfig, Rope, TransformerConfig, sine_table
 
 KEYS = WITHOUT_GROUPS | LAYER_NORM | {"max_length": "max_position_embeddings", "token_types": "type_vocab_size"}
 DEFAULTS: dict[str, Any] = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
@@ -39,6 +43,17 @@ def _read_width(values: Values) -> dict[str, Any]:
     """Embeddings as wide as the layers have no projection."""
     width = values["embedding_size"]
     return {"embedding_dim": None if width == values["hidden_size"] else width}
+
+
+def _read_rotary(values: Values) -> dict[str, Any]:
+    """The embeddings' width is that of the layers if it is not given; rotary positions have no keys."""
+    width = values.get("embedding_size") or values["hidden_size"]
+    return _read_width({**values, "embedding_size": width}) | {"positions": "rope", "rope": Rope(pairs=Pairs.ADJACENT)}
+
+
+def _sines(values: Mapping[str, Any]) -> np.ndarray:
+    size = values["hidden_size"] // values["num_attention_heads"]
+    return sine_table(values["max_position_embeddings"], size)
 
 
 def _read_tasks(values: Values) -> dict[str, Any]:
@@ -90,6 +105,13 @@ _MEGATRON = without(BERT, "embeddings.LayerNorm", "output.LayerNorm") + rows(
         *norm("bert.encoder.ln", "final_norm"),
     ]
 )
+_ROFORMER = renamed(without(BERT, ".position_embeddings"), ("bert.", "roformer.")) + rows(
+    [
+        ("roformer.embeddings_project.weight", "d o", "projection"),
+        ("roformer.embeddings_project.bias", "d", "projection_bias"),
+    ]
+)
+_ANGLES = "roformer.encoder.embed_positions.weight"
 _DISTILLED = {"embed_dim": "dim", "num_layers": "n_layers", "num_heads": "n_heads", "mlp_dim": "hidden_dim"}
 
 FAMILIES = (
@@ -126,6 +148,28 @@ FAMILIES = (
             ignored(*HEAD_BIAS),
             r"^ernie\.pooler\.|^cls\.seq_relationship\.",
             aliases=HEAD_BIAS,
+        ),
+    ),
+    (
+        # RoFormer (Su et al. 2021, arXiv:2104.09864).
+        Family(
+            model_type="roformer",
+            architectures=("RoFormerForMaskedLM",),
+            keys=KEYS,
+            defaults=DEFAULTS | {"max_position_embeddings": 1536},
+            only={"rotary_value": (False,), "is_decoder": (False,), "add_cross_attention": (False,)},
+            read_keys=("embedding_size",),
+            read=_read_rotary,
+            write=lambda config: {"embedding_size": encoder(config).embedding_width},
+            **ENCODER,
+        ),
+        Names(
+            _ROFORMER,
+            renames("roformer"),
+            ignored(*HEAD_BIAS, _ANGLES),
+            r"^roformer\.pooler\.",
+            aliases=HEAD_BIAS,
+            constants={rf"^{_ANGLES}$": _sines},
         ),
     ),
     (

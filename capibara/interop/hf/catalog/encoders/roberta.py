@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), its other languages (XLM-R, CamemBERT), its largest, and MPNet."""
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692), its other languages (XLM-R, CamemBERT), its largest, data2vec, and MPNet."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ FAMILIES = (
     (_family("roberta", "RobertaForMaskedLM"), _names(BERT, "roberta")),
     (_family("xlm-roberta", "XLMRobertaForMaskedLM"), _names(BERT, "roberta")),
     (_family("camembert", "CamembertForMaskedLM"), _names(BERT, "roberta")),
+    (_family("data2vec-text", "Data2VecTextForMaskedLM"), _names(BERT, "data2vec_text")),
     (
         _family("xlm-roberta-xl", "XLMRobertaXLForMaskedLM", norm_placement="pre", embedding_norm="none"),
         _names(_XL, "roberta"),
