@@ -35,6 +35,8 @@ M3 |= dict(
 )
 
 CASES: dict[str, dict[str, Any]] = {
+    "aria_text": dict(RMS, model_type="aria_text", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=2)
+    | dict(attention_bias=True, head_dim=12, intermediate_size=24, rope_parameters=rope(theta=500.0)),
     "llama4": dict(RMS, model_type="llama4_text", head_dim=16, num_hidden_layers=5, attention_bias=True)
     | dict(no_rope_layers=[1, 1, 0, 1, 0], layer_types=None, attention_chunk_size=7, floor_scale=4, attn_scale=0.5)
     | dict(num_local_experts=4, num_experts_per_tok=2, moe_layers=[1, 2, 3, 4], intermediate_size_mlp=40)

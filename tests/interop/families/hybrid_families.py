@@ -123,6 +123,11 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "lfm3_plain": dict(SIZES, model_type="lfm3", norm_eps=1e-5, num_hidden_layers=4, head_dim=8)
     | dict(use_sandwich_norm=False, use_attention_gate=False, tie_word_embeddings=True),
+    "lara_mini": dict(RMS, model_type="lara_mini", head_dim=16, rope_parameters=rope(theta=500.0), sliding_window=5)
+    | DELTA
+    | EXPERTS
+    | dict(layer_types=["linear_attention", "sliding_attention", "full_attention"] * 2, num_hidden_layers=6)
+    | dict(tie_word_embeddings=True),
     "rwkv": RWKV | dict(attention_hidden_size=24, rescale_every=0),
     "rwkv_tied": RWKV | dict(intermediate_size=None, tie_word_embeddings=True),
     "zamba2": ZAMBA
