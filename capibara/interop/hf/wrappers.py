@@ -82,6 +82,21 @@ _GLM4V: dict[str, Any] = dict(
     squared=True,
     parts=_VISUAL,
 )
+_HEARD = "audio_tower|multi_modal_projector"
+_VOXTRAL: dict[str, Any] = {
+    "vocab_size": 131_072,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 30,
+}
+_VOXTRAL |= {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 100_000_000.0, "head_dim": 128}
+_GLM_ASR: dict[str, Any] = {
+    "vocab_size": 59_264,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+}
+_GLM_ASR |= {"num_attention_heads": 16, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
 _NEWLINE = "vision_tower|multi_modal_projector|image_newline"
 WRAPPERS = {
     "gemma3": Wrapper(architecture="Gemma3ForConditionalGeneration", text="gemma3_text", tied=True),
@@ -227,6 +242,36 @@ WRAPPERS = {
         spread={"use_bias": ("attention_bias", "mlp_bias")},
         flat=True,
         parts=f"{_VISUAL}|mlp_AR",
+    ),
+    # Models that read sound; transformers ties the head of the last two alone.
+    "qwen2_audio": Wrapper(
+        architecture="Qwen2AudioForConditionalGeneration", text="qwen2", named=_NAMED, ties=False, parts=_HEARD
+    ),
+    "audioflamingo3": Wrapper(
+        architecture="AudioFlamingo3ForConditionalGeneration", text="qwen2", named=_NAMED, ties=False, parts=_HEARD
+    ),
+    "voxtral": Wrapper(
+        architecture="VoxtralForConditionalGeneration",
+        text="llama",
+        named=_NAMED,
+        ties=False,
+        defaults=_VOXTRAL,
+        parts=_HEARD,
+    ),
+    "glmasr": Wrapper(
+        architecture="GlmAsrForConditionalGeneration",
+        text="llama",
+        named=_NAMED,
+        tied=True,
+        defaults=_GLM_ASR,
+        parts=_HEARD,
+    ),
+    "granite_speech": Wrapper(
+        architecture="GraniteSpeechForConditionalGeneration",
+        text="granite",
+        named=_NAMED,
+        tied=True,
+        parts="encoder|projector",
     ),
 }
 # What families do to the logits, and transformers' wrappers do not.

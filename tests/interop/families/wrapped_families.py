@@ -29,6 +29,15 @@ def around(model_type: str, text: dict[str, Any], sight: dict[str, Any] = SIGHT,
     return dict(model_type=model_type, text_config=text, vision_config=sight, **more)
 
 
+def heard(model_type: str, text: dict[str, Any], sound: dict[str, Any]) -> dict[str, Any]:
+    """A model that reads sound, too; its head is its own whatever its text_config says."""
+    untied = {} if model_type == "glmasr" else {"tie_word_embeddings": True}
+    return dict(model_type=model_type, text_config=text | untied, audio_config=sound)
+
+
+AUDIO = dict(d_model=8, encoder_attention_heads=2, encoder_ffn_dim=8, encoder_layers=1, num_mel_bins=4)
+HEARING = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_mel_bins=4)
+
 CASES: dict[str, dict[str, Any]] = {
     "llava": around("llava", dict(TEXT, model_type="llama", rope_parameters=rope(), tie_word_embeddings=True)),
     "mistral3": around(
@@ -180,8 +189,26 @@ CASES: dict[str, dict[str, Any]] = {
         dict(TEXT, head_dim=16, use_bias=True, rope_parameters=rope(mrope_section=[4, 2, 2])),
         SIGHT,
     ),
+    "qwen2_audio": heard("qwen2_audio", dict(TEXT, model_type="qwen2", rope_parameters=rope()), AUDIO),
+    "audioflamingo3": heard("audioflamingo3", dict(TEXT, model_type="qwen2", rope_parameters=rope()), HEARING),
+    "voxtral": heard("voxtral", dict(TEXT, model_type="llama", head_dim=12), HEARING),
+    "glmasr": heard("glmasr", dict(TEXT, model_type="llama", rope_parameters=rope()), HEARING | dict(head_dim=4)),
+    "granite_speech": dict(
+        model_type="granite_speech",
+        text_config=dict(TEXT, model_type="granite", embedding_multiplier=3.0, logits_scaling=2.0),
+        encoder_config=dict(hidden_dim=8, num_layers=1, num_heads=2, dim_head=4, input_dim=16, output_dim=8),
+        projector_config=dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        | dict(encoder_hidden_size=8),
+        has_lora_adapter=False,
+        tie_word_embeddings=False,
+    ),
 }
 CLASSES = {
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+    "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
+    "voxtral": "VoxtralForConditionalGeneration",
+    "glmasr": "GlmAsrForConditionalGeneration",
+    "granite_speech": "GraniteSpeechForConditionalGeneration",
     "llava_next": "LlavaNextForConditionalGeneration",
     "llava_next_video": "LlavaNextVideoForConditionalGeneration",
     "llava_onevision": "LlavaOnevisionForConditionalGeneration",
