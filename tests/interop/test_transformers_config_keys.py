@@ -2,7 +2,7 @@
 
 make test-peer PEER=transformers PEER_PYTHON=PATH/bin/python runs the sweep (about 6,000 configurations, an hour on two cores);
 CONFIG_FAMILIES="llama t5" takes some families. `make test` compares what was recorded of it: config_keys.json.
-    TORCH_PYTHON=PATH/bin/python python tests/interop/test_transformers_config_keys.py FOLDER    records it from a sweep
+    python tests/interop/test_transformers_config_keys.py FOLDER [FAMILY ...]    records it from a sweep, of some families beside the others
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ATOL, ROUNDINGS = 2e-4, 16
 ENCODERS = {"bert", *encoder_families.TYPES}
 UNREAD = 1e-5  # logits that one key changes by less are as without it
 # The tensors' dtype, and rounding: with other weights, or bits, and the same model.
-OF_NUMBERS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation")
+OF_NUMBERS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "chunk_size")
 # What acts on longer rows, or larger coefficients, than those of the batch: it changes the model, and not these logits.
 BEYOND = ("dynamic", "altup_coef_clip")
 # Refused although transformers 5.24 ignores them, and why.
@@ -65,7 +65,8 @@ STRICTER = {
 MISLOADED = {"youtu": ("pad_token_id",), "kimi_k25": ("image_token_id", "video_token_id")}
 MISLOADED |= dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), ("rescale_prenorm_residual",))
 # It divides weights as it evaluates, and not the epsilon of what normalises their results; findings/rwkv_evaluated_weights.sh.
-MISLOADED |= dict.fromkeys(("rwkv", "rwkv_tied"), ("rescale_every",))
+# Without a number of layers a file has 32, of which it divides those after rescale_every (6 where the case does not say).
+MISLOADED |= {"rwkv": ("rescale_every",), "rwkv_tied": ("rescale_every", "num_hidden_layers")}
 # Its tables of decays, which are no parameters, are stored and loaded in the dtype of the weights, and rounded to it.
 MISLOADED |= dict.fromkeys(("minimax", "minimax_window", "minimax_lightning"), ("dtype", "torch_dtype"))
 MISLOADED |= dict.fromkeys(("gemma4_vl", "gemma4_vl_moe"), ("image_token_id", "video_token_id", "audio_token_id"))
@@ -174,16 +175,18 @@ def is_named(name: str, row: dict, message: str) -> bool:
     return any(key in message for key in (name, *inside))
 
 
-def record(sweep: pathlib.Path) -> None:
+def record(sweep: pathlib.Path, *families: str) -> None:
     """Writes which keys transformers reads, from a sweep."""
-    table = {}
-    for family in FAMILIES:
+    table = json.loads(RECORDED.read_text()) if families else {}
+    for family in families or FAMILIES:
         root = sweep / family
         found = json.loads((root / "cases.json").read_text())
         base, cases = np.load(root / "0000" / "logits.npy"), {}
         for row in found["cases"]:
             name = config_keys.name_of(row["key"])
-            acts = name not in BEYOND and not (isinstance(row["value"], dict) and row["value"].get("type") in BEYOND)
+            acts = name not in (*BEYOND, *MISLOADED.get(family, ())) and not (
+                isinstance(row["value"], dict) and row["value"].get("type") in BEYOND
+            )
             if "case" in row and row["key"] and acts and name not in OF_NUMBERS:
                 read = is_read(row, root, base)
                 values = cases.setdefault(row["key"], {}).setdefault("read" if read else "unread", [])
@@ -220,4 +223,4 @@ if RECORDED.exists():
 
 
 if __name__ == "__main__":
-    record(pathlib.Path(sys.argv[1]))
+    record(pathlib.Path(sys.argv[1]), *sys.argv[2:])

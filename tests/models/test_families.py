@@ -56,10 +56,24 @@ PUBLISHED = {
     "smollm2_1.7b": 1_711_376_384,
 }
 # Of folders without a Gin file: what their config.json says beside its usual values, and what transformers counts.
+_SIDES = {"layers": 12, "ffn_dim": 4096, "attention_heads": 16}
+M2M = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in _SIDES.items()}
+M2M |= dict(model_type="m2m_100", vocab_size=128_112, d_model=1024)
+ESM = dict(model_type="esm", vocab_size=33, hidden_size=320, num_hidden_layers=6, num_attention_heads=20)
+ESM |= dict(
+    intermediate_size=1280, position_embedding_type="rotary", token_dropout=True, pad_token_id=1, mask_token_id=32
+)
+ARIA = dict(model_type="aria_text", hidden_size=2560, num_hidden_layers=28, num_attention_heads=20, vocab_size=100_352)
+ARIA |= dict(moe_num_experts=64, moe_topk=6, intermediate_size=1664)
+LARA = dict(hidden_size=1024, num_hidden_layers=34)
 FOLDERS = [
     (dict(model_type="rwkv", hidden_size=768, num_hidden_layers=12), 169_342_464),
     (dict(model_type="rwkv"), 7_392_649_216),
     (dict(model_type="zamba2", n_mamba_heads=80, num_mem_blocks=2), 2_662_214_560),
+    (M2M, 483_905_536),
+    (ESM, 7_512_353),
+    (ARIA, 24_869_091_840),
+    (dict(model_type="lara_mini", vocab_size=151_936, num_attention_heads=16, **LARA), 7_281_684_672),
 ]
 OURS = {"capibara_125m": 125e6, "capibara_1b": 1e9, "capibara_8b": 8e9, "capibara_20b": 20e9, "capibara_120b": 120e9}
 

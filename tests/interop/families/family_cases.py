@@ -17,8 +17,11 @@ IMPLEMENTATIONS = {"falcon": "sdpa"}
 # Modules that answer for a class whose own forward fails on text in transformers 5.24.
 ANSWERING = {"llama4": "language_model"}
 # Ends of the names of parameters that are not trained.
-UNTRAINED = {"pegasus": ("embed_positions.weight",)}
+UNTRAINED = dict.fromkeys(("pegasus", "marian"), ("embed_positions.weight",))
 # Ends of the names of tensors that are no parameters: files may lack them, and transformers computes them then.
 CONSTANTS = {"minimax": ("slope_rate", "query_decay", "key_decay", "diagonal_decay")}
+CONSTANTS |= {"roformer": ("embed_positions.weight",), "esm": ("inv_freq",)}
 # Classes that AutoModelForCausalLM does not know.
 CLASSES = {"mistral4": "Mistral4ForCausalLM"} | wrapped_families.CLASSES
+# Types whose tensors transformers writes with names that published files do not have.
+RENAMED = {"esm"}

@@ -54,6 +54,36 @@ def test_sines_and_a_bias_that_a_file_lacks_are_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(params["encoder"]["position_embedding"], api.sine_table(64, 32))
 
 
+TABLES = {f"model.{side}.embed_positions.weight": api.sine_table(64, 32) for side in ("encoder", "decoder")}
+PER_LAYER = "esm.encoder.layer.0.attention.self.rotary_embeddings.inv_freq"
+CONSTANTS = {
+    "marian": TABLES,
+    "roformer": {"roformer.encoder.embed_positions.weight": api.sine_table(64, 8)},
+    "esm": {PER_LAYER: (500.0 ** (-np.arange(0, 8, 2) / 8)).astype(np.float32)},
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_tensors_of_what_is_computed_are_compared(name, tmp_path):
+    """Older files have them; transformers takes them as they are, whatever the values."""
+    write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name])
+    loaded(tmp_path)
+    first = next(iter(CONSTANTS[name]))
+    write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name] | {first: CONSTANTS[name][first] + 0.01})
+    with pytest.raises(UserError, match=f"{first} has other values than capibara's {name} computes"):
+        loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name, key", [("esm", "hidden_size"), ("esm", "num_attention_heads"), ("marian", "d_model")])
+def test_a_config_without_the_sizes_of_what_is_computed_is_refused(name, key, tmp_path):
+    write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name])
+    values = json.loads((tmp_path / "config.json").read_text())
+    for changed in ({**values, key: 0}, {at: value for at, value in values.items() if at != key}):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError):
+            loaded(tmp_path)
+
+
 def test_published_files_of_axk1_have_no_correction_and_norms_of_dense_layers(tmp_path):
     norm, corrections = "model.layers.{}.post_mlp_layernorm.weight", "mlp.gate.e_score_correction_bias"
 

@@ -40,7 +40,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 import answers  # noqa: E402
 import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
-from family_cases import CASES  # noqa: E402
+from family_cases import CASES, RENAMED  # noqa: E402
 
 PYTHON = os.environ.get("TORCH_PYTHON")
 NAMES = os.environ.get("NAMES", " ".join(CASES)).split()
@@ -104,8 +104,8 @@ def write_ours(path):
 
 
 def check_tensors(name, where):
-    """Our file has the tensors of theirs; of a wrapper it has the parameters of the language model."""
-    if "text_config" in CASES[name]:
+    """Our file has the tensors of theirs; of a wrapper, or with other names, it has the parameters of the model."""
+    if "text_config" in CASES[name] or CASES[name]["model_type"] in RENAMED:
         theirs, ours = (loaded(where / of)[1] for of in ("theirs", "ours"))
     else:
         theirs, ours = (safetensors.numpy.load_file(where / of / "model.safetensors") for of in ("theirs", "ours"))
