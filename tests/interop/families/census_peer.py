@@ -29,6 +29,7 @@ import answers  # noqa: E402
 import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
 import peer  # noqa: E402
+from family_cases import CONSTANTS  # noqa: E402
 
 HEADS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -76,10 +77,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba": {"intermediate_size": 128},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "mimo_v2_flash": {"head_dim": 12},
+    "mimo_v2_flash": {"head_dim": 12, "v_head_dim": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
     "qwen2_moe": {"layer_types": ["full_attention"] * 4},
     "xlnet": {"d_head": 16},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_headdim": 16}
@@ -148,7 +150,9 @@ def write(head: str, model_type: str, where: pathlib.Path) -> None:
     path = where / "model.safetensors"
     stored = safetensors.numpy.load_file(path)
     drawn = {
-        name: answers.draw(name, value.shape) if value.dtype.kind == "f" else value for name, value in stored.items()
+        name: answers.draw(name, value.shape) if value.dtype.kind == "f" else value
+        for name, value in stored.items()
+        if not name.endswith(CONSTANTS.get(model_type, ()))
     }
     safetensors.numpy.save_file(drawn, path, metadata={"format": "pt"})
     logits = answered(opened(kind, where, torch.float32), head)
