@@ -92,7 +92,8 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "pegasus": dict(BART, model_type="pegasus", activation_function="silu", eos_token_id=1),
     "blenderbot": dict(BART, model_type="blenderbot", activation_function="gelu"),
-    "m2m_100": dict(BART, model_type="m2m_100", activation_function="relu", pad_token_id=1),
+    # Its padding, from which positions are counted, is a token that no batch here has.
+    "m2m_100": dict(BART, model_type="m2m_100", activation_function="relu", pad_token_id=12),
     "marian": dict(BART, model_type="marian", activation_function="swish"),
     "mvp": dict(BART, model_type="mvp", activation_function="gelu", scale_embedding=False),
     "plbart": dict(BART, model_type="plbart", activation_function="gelu"),
