@@ -287,8 +287,9 @@ def text_part(values: Values) -> dict[str, Any]:
     Raises:
       UserError: a value is none that a model has, or the wrapper has a language model that is not read.
     """
-    hf_values.check(values)
     model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type in FAMILIES or model_type in WRAPPERS:
+        hf_values.check(values)  # keys of other types may mean other things
     if not isinstance(model_type, str) or model_type not in WRAPPERS:
         return dict(values)
     wrapper = WRAPPERS[model_type]

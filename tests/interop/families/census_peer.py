@@ -131,7 +131,7 @@ def answered(model: torch.nn.Module, head: str) -> np.ndarray:
         if head == "masked":
             ids = torch.from_numpy(encoder_families.batch(0)["tokens"]).long()
             return model(input_ids=ids).logits.numpy()
-        if head == "seq2seq":
+        if head == "seq2seq" and model.config.is_encoder_decoder:
             read = {name: torch.from_numpy(value) for name, value in encdec_families.arguments().items()}
             return model(**read, decoder_input_ids=ids, use_cache=False).logits.numpy()
         return model(ids, use_cache=False).logits.numpy()

@@ -21,7 +21,6 @@ from capibara.core.types import UserError
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
-import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
 import test_families  # noqa: E402
 
@@ -37,7 +36,7 @@ def batch_of(head, model):
     if head == "masked":
         return test_families.batch_of(encoder_families.batch(0)["tokens"])
     batch = test_families.batch_of(test_families.tokens())
-    return batch | (encdec_families.encoder_entries() if head == "seq2seq" else {})
+    return batch | test_families.further(model)
 
 
 def verdict(head, folder):

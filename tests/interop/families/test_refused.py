@@ -448,3 +448,9 @@ def test_infinity_is_a_limit_as_older_files_write_it(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(case).replace("Infinity", strange))
         with pytest.raises(UserError, match=f"it has {strange}, which JSON does not have"):
             hf_folder.config_of(str(tmp_path))
+
+
+def test_a_type_that_is_unknown_is_refused_before_its_values():
+    """MobileBERT's classifier_activation is a truth value, in other families a name."""
+    with pytest.raises(UserError, match="model_type 'mobilebert', must be one of"):
+        hf_config.from_hf({"model_type": "mobilebert", "classifier_activation": True})
