@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from capibara.inference.sampling.sampling import Sampling
+from capibara.kernels.argmax import argmax
 
 
 class Settings(NamedTuple):
@@ -111,7 +112,7 @@ def choose(
     """
     if history is not None:
         logits_BV = _penalised(logits_BV, settings, history)
-    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    greedy_B = argmax(logits_BV)
     draws_B = jnp.asarray(settings.temperature) > 0
 
     def drawn() -> tuple[jax.Array, jax.Array]:
@@ -122,7 +123,8 @@ def choose(
         least_B1 = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
         scaled = jnp.where(scaled < least_B1, -jnp.inf, scaled)
         keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jnp.asarray(settings.key)), index_B)
-        tokens_B = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, scaled.shape[1:], scaled.dtype))(keys)
+        tokens_B = argmax(noise + scaled)  # as jax.random.categorical draws
         return tokens_B, log_probability(scaled, tokens_B)
 
     certain_B = jnp.zeros_like(logits_BV[:, 0])

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara.core.types import Params
+from capibara.kernels.argmax import argmax
 from capibara.models.api import Cache, Model, PrefillInputs, mtp
 
 _SIZES = (4, 3, 2)  # lengths of the token runs to look up, the longest first
@@ -89,6 +90,6 @@ def draft(model: Model, params: Params, tokens_B: jax.Array, cache: Cache, count
         now = PrefillInputs(lengths_B, ones_B, lengths_B[:, None], False)
         states_B1D, cache = model.ahead.draft(params, states_B1D, tokens_B[:, None], now, cache)
         logits_BV = model.logits_of(params, states_B1D)[:, 0, :usable]
-        tokens_B, lengths_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), lengths_B + 1
+        tokens_B, lengths_B = argmax(logits_BV), lengths_B + 1
         guesses.append(tokens_B)
     return jnp.stack(guesses, axis=1)
