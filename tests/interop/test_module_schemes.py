@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from capibara.core.types import UserError
+from capibara.interop.quantize import folder
 from capibara.interop.quantize.formats import torchao
-from tests.interop.test_stored_quants import BASE, CASES, OLDER, case_of, opened, tensors
+from tests.interop.test_stored_quants import BASE, CASES, OLDER, Parts, case_of, opened, tensors
 
 ROUND = CASES["auto-round: 4 bits of auto_round:auto_gptq"]
 FP8 = case_of("FP8 of channels")
@@ -201,3 +202,10 @@ def test_codes_of_quark_lie_as_the_packing_says():
     assert (plain != packed).any()
     np.testing.assert_array_equal(plain[0::8], packed[0::8])  # of each eight, the first and the last stay
     np.testing.assert_array_equal(plain[7::8], packed[7::8])
+
+
+def test_weights_of_quanto_are_refused_by_name(tmp_path):
+    """Its config.json says nothing: without the map, tensors would seem to be missing."""
+    (tmp_path / "quanto_qmap.json").write_text("{}")
+    with pytest.raises(UserError, match="optimum-quanto's weights are not read"):
+        folder.opened(Parts({"model_type": "llama"}, {}), str(tmp_path))

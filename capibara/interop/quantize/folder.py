@@ -45,6 +45,7 @@ _READERS: dict[str, Callable[[Folder, Mapping[str, object]], Quantized]] = {
     "torchao": torchao.torchao,
 }
 _MODELOPT = "hf_quant_config.json"  # of folders whose config.json does not have it
+_QUANTO = "quanto_qmap.json"  # beside a config.json without a word of it
 _OTHER_NAMES = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "modelopt_mxfp8": "modelopt"}
 
 
@@ -102,10 +103,14 @@ def opened(folder: Folder, path: str) -> Folder | QuantizedFolder:
     """A folder with its weights dequantized, if its config.json or ModelOpt's own file says how they are stored.
 
     Raises:
-      UserError: as QuantizedFolder, or ModelOpt's file cannot be read.
+      UserError: as QuantizedFolder, or ModelOpt's file cannot be read, or the folder is optimum-quanto's.
     """
     file = os.path.join(path, _MODELOPT)
     if not any(folder.config.get(key) for key in CONFIG_KEYS):
+        if os.path.exists(os.path.join(path, _QUANTO)):
+            raise UserError(
+                f"{path} has {_QUANTO}: optimum-quanto's weights are not read, use the folder before quantization"
+            )
         if not os.path.exists(file):
             return folder
         about = limits.read_json(file, limits.SMALL_BYTES)
