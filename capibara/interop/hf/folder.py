@@ -33,6 +33,7 @@ _SAME = {
     "kimi_k2": "deepseek_v3"
 }  # model types of files with code of their own -> transformers' with the same arithmetic
 _MOST_FILES, _CONFIG_VALUES = 10_000, 200_000
+_OF_A_FILE = ("format", "tensor_names")  # keys of metadata: the library of a file, and torchao's list of its tensors
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -104,9 +105,21 @@ class HfFolder:
         return self._slice(name).get_dtype()
 
     def metadata(self) -> dict[str, str]:
-        """What the headers of the safetensors files say besides tensors."""
+        """What the headers of the safetensors files say besides tensors.
+
+        Raises:
+          UserError: files differ in what they say of the model.
+        """
         files = [file for file in dict.fromkeys(self._files.values()) if file in self._ranges]
-        return {key: value for file in files for key, value in (self._open(file).metadata() or {}).items()}
+        result: dict[str, str] = {}
+        for file in files:
+            for key, value in (self._open(file).metadata() or {}).items():
+                if result.setdefault(key, value) != value and key not in _OF_A_FILE:
+                    shown = limits.shortened(key)
+                    raise UserError(
+                        f"{self._path}/{file} has another {shown} in its metadata than other files: copy the folder again"
+                    )
+        return result
 
     def _where(self) -> dict[str, str]:
         """The file of every tensor."""

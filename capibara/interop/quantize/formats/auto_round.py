@@ -1,7 +1,7 @@
 """AutoRound's own format, and what its GPTQ and AWQ folders say besides: codes of other formats, and schemes of modules.
 
 How zeros are stored depends on packing_format alone: minus 1 in "auto_round:auto_gptq", as they are in "auto_round" and
-"auto_round:gptqmodel". Checked against auto-round 0.16.1.
+"auto_round:gptqmodel"; without one they are minus 1. Checked against auto-round 0.16.1 and transformers 5.24.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from capibara.core.types import UserError
 from capibara.interop.quantize.formats import compressed_tensors, fp8, words
 from capibara.interop.quantize.formats.words import WordScheme
 from capibara.interop.quantize.values import patterns
-from capibara.interop.quantize.values.weights import Folder, Quantized, bases, check_keys, names
+from capibara.interop.quantize.values.weights import Folder, Quantized, bases, check_keys
 
 _LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq")
 _AS_THEY_ARE = ("auto_round", "auto_round:gptqmodel")
@@ -44,7 +44,7 @@ activation_scheme fmt weight_block_size static_attention_granularity static_kv_g
 def auto_round(folder: Folder, about: Mapping[str, object]) -> Quantized:
     """The weights of a folder of AutoRound."""
     check_keys(about, _KEYS)
-    packing = about.get("packing_format") or "auto_round"
+    packing = about.get("packing_format", _LESS_ONE[0])
     schemes = _Schemes(about, {name.rpartition(".")[0] for name in folder.shapes()})
     if packing in _COLUMNS:
         return words.in_columns(folder, schemes.of_words)
@@ -107,6 +107,7 @@ class _Schemes:
 def _small_floats(folder: Folder, schemes: _Schemes) -> Quantized:
     """Floats of 4 and 8 bits, in the tensors of compressed-tensors."""
     groups: dict[str, dict[str, object]] = {}
+    modules: dict[str, list[str]] = {}
     for module in bases(folder.shapes(), ".weight_scale"):
         scheme = schemes.of(module)
         kind, bits = scheme.get("data_type"), scheme.get("bits")
@@ -118,11 +119,9 @@ def _small_floats(folder: Folder, schemes: _Schemes) -> Quantized:
             )
         strategy = "tensor_group" if form.startswith("nvfp4") else "group"
         weights = {"type": "float", "num_bits": bits, "strategy": strategy, "group_size": scheme.get("group_size")}
-        group = groups.setdefault(repr((form, weights)), {"targets": [], "weights": weights, "format": form})
-        names(group, "targets")
-        group["targets"] = [*names(group, "targets"), module]
-    about = {
-        "quant_method": "compressed-tensors",
-        "config_groups": groups or {"none": {"targets": [], "weights": None}},
-    }
+        key = repr((form, weights))
+        groups.setdefault(key, {"weights": weights, "format": form})
+        modules.setdefault(key, []).append(module)
+    stated = {key: {**group, "targets": modules[key]} for key, group in groups.items()}
+    about = {"quant_method": "compressed-tensors", "config_groups": stated or {"none": {"weights": None}}}
     return compressed_tensors.compressed_tensors(folder, about)

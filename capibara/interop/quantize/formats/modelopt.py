@@ -6,7 +6,6 @@ float32, scales the 4-bit codes, and the result is rounded to the dtype in which
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -15,7 +14,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.quantize.formats.fp8 import factors
-from capibara.interop.quantize.values import fp4
+from capibara.interop.quantize.values import fp4, patterns
 from capibara.interop.quantize.values.weights import (
     FLOATS,
     FP8,
@@ -56,11 +55,12 @@ def modelopt(folder: Folder, about: Mapping[str, object]) -> Quantized:
     about = {**about, **inner}
     check_keys(about, _KEYS)
     shapes = folder.shapes()
-    ignored = (*names(about, "ignore"), *names(about, "exclude_modules"))
+    texts = (*names(about, "ignore"), *names(about, "exclude_modules"))
+    ignored = patterns.Globs(texts, "quantization_config.ignore")
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
     for base in bases(shapes, ".weight_scale"):
-        if any(fnmatch.fnmatchcase(base, pattern) for pattern in ignored):
+        if ignored.first(base) is not None:
             raise UserError(
                 f"{base}.weight_scale scales a module that quantization_config ignores: copy the folder again"
             )

@@ -7,7 +7,6 @@ Shape letters: O outputs, I inputs of a weight, G groups of inputs.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -16,7 +15,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.quantize.formats import words
-from capibara.interop.quantize.values import fp4
+from capibara.interop.quantize.values import fp4, patterns
 from capibara.interop.quantize.values.weights import (
     EXPONENTS,
     FLOATS,
@@ -43,6 +42,13 @@ quant_method version quant_mode export exclude global_quant_config layer_quant_c
 kv_cache_quant_config kv_cache_post_rope algo_config weight_merge_groups softmax_quant_spec
 """.split()
 )
+# Of a weight's scheme: keys that say how its codes are stored, and those that say how they were made; not is_scale_quant.
+_SCHEME_KEYS = frozenset(
+    """
+dtype qscheme ch_axis group_size scale_format symmetric scale_type scale_calculation_mode zero_point_type round_method
+observer_cls is_dynamic block_size mx_element_dtype enable_buffer_reuse max_input_numel
+""".split()
+)
 _FOLDED = ("awq", "gptq", "gptaq", "smooth", "autosmoothquant", "qronos")  # what they do to weights is in the weights
 _ACTIVATIONS, _CACHES = ("input_tensors", "output_tensors"), ("kv_cache_quant_config", "softmax_quant_spec")
 _SCALES_OF_ACTIVATIONS = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_output_scale")
@@ -53,15 +59,14 @@ def quark(folder: Folder, about: Mapping[str, object]) -> Quantized:
     """The weights of a folder of Quark."""
     check_keys(about, _KEYS)
     _check_algorithms(about.get("algo_config"))
-    export = about.get("export")
-    packing = export.get("pack_method", "reorder") if isinstance(export, dict) else "reorder"
-    shapes, excluded = folder.shapes(), names(about, "exclude")
+    packing, schemes, shapes = _packing(about.get("export")), _Schemes(about), folder.shapes()
+    excluded = patterns.Globs(names(about, "exclude"), "quantization_config.exclude")
     weights: dict[str, Weight] = {}
     parts: set[str] = set()
     for base in bases(shapes, ".weight_scale"):
-        if any(fnmatch.fnmatchcase(base, pattern) for pattern in excluded):
+        if excluded.first(base) is not None:
             raise UserError(f"{base}.weight_scale scales a module that quantization_config excludes: copy it again")
-        module = _Module(folder, shapes, base, _scheme(about, base), str(packing))
+        module = _Module(folder, shapes, base, schemes.of(base), packing)
         weights[f"{base}.weight"] = module.weight()
         parts |= module.parts
     unused = {name for name in shapes if name.endswith(_SCALES_OF_ACTIVATIONS)}
@@ -84,19 +89,45 @@ def _check_algorithms(algorithms: object) -> None:
             )
 
 
-def _scheme(about: Mapping[str, object], module: str) -> Mapping[str, object]:
-    """How the weight of a module is quantized: the first pattern of layer_quant_config that is its name counts."""
-    layers = about.get("layer_quant_config") or {}
-    if not isinstance(layers, dict) or about.get("layer_type_quant_config"):
-        raise UserError(
-            "quantization_config of Quark must have layer_quant_config by names, and no layer_type_quant_config: use another folder"
-        )
-    matching = (config for pattern, config in layers.items() if fnmatch.fnmatchcase(module, pattern))
-    config = next(matching, about.get("global_quant_config"))
-    scheme = config.get("weight") if isinstance(config, dict) else None
-    if not isinstance(scheme, dict):
-        raise UserError(f"{module} has scales, and quantization_config does not say how its weight is stored")
-    return scheme
+def _packing(export: object) -> str:
+    """The order of 4-bit codes in words."""
+    if not isinstance(export, dict | None):
+        raise UserError(f"quantization_config.export is {limits.shortened(export)}, must be an object: copy it again")
+    packing = (export or {}).get("pack_method", "reorder")
+    if packing not in ("reorder", "order"):
+        raise UserError(f"export.pack_method is {limits.shortened(packing)}, must be reorder or order")
+    return str(packing)
+
+
+class _Schemes:
+    """How the weights of modules are quantized: the first pattern of layer_quant_config that is a name counts.
+
+    Raises:
+      UserError: the configuration is malformed.
+    """
+
+    def __init__(self, about: Mapping[str, object]):
+        layers = about.get("layer_quant_config") or {}
+        if not isinstance(layers, dict) or about.get("layer_type_quant_config"):
+            raise UserError(
+                "quantization_config of Quark must have layer_quant_config by names, and no layer_type_quant_config: use another folder"
+            )
+        self._layers, self._all = layers, about.get("global_quant_config")
+        self._patterns = patterns.Globs(layers, "quantization_config.layer_quant_config")
+
+    def of(self, module: str) -> Mapping[str, object]:
+        """The scheme of a module with scales.
+
+        Raises:
+          UserError: there is none, or it says something that is not known.
+        """
+        text = self._patterns.first(module)
+        config = self._all if text is None else self._layers[text]
+        scheme = config.get("weight") if isinstance(config, dict) else None
+        if not isinstance(scheme, dict):
+            raise UserError(f"{module} has scales, and quantization_config does not say how its weight is stored")
+        check_keys(scheme, _SCHEME_KEYS, f"quantization_config for {module}")
+        return scheme
 
 
 class _Module:
@@ -166,8 +197,6 @@ class _Module:
                 f"quantization_config has qscheme = {limits.shortened(self._scheme.get('qscheme'))} and group_size = {size} for "
                 f"{self._codes}, must be per_group, which divides {inputs} inputs"
             )
-        if self._packing not in ("reorder", "order"):
-            raise UserError(f"export.pack_method is {limits.shortened(self._packing)}, must be reorder or order")
         order = words.AWQ_ORDER if self._packing == "reorder" else None
         groups, is_signed = inputs // size, self._scheme.get("dtype") == "int4"
         self._check_scale((groups, outputs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from capibara.core import limits
 from capibara.core.types import UserError
@@ -43,6 +43,7 @@ num_bits type symmetric strategy group_size block_structure dynamic actorder sca
 """.split()
 )
 _REGEX = "re:"
+_Patterns = Mapping[str, re.Pattern[str]]  # by their text
 _CLASS = "Linear"  # the class of every module that has a quantized weight
 
 
@@ -75,11 +76,13 @@ class Schemes:
     Attributes:
       of_target: target -> scheme; None: the weights are as they are.
       ignored: targets of modules that are not quantized, as keys.
+      patterns: those of the targets and of the ignored, in compressed-tensors' order.
       unused: what it says of activations and caches.
     """
 
     of_target: Mapping[str, Scheme | None]
     ignored: Mapping[str, None]
+    patterns: tuple[_Patterns, _Patterns]
     unused: tuple[str, ...]
 
     def of(self, module: str) -> Scheme:
@@ -88,9 +91,9 @@ class Schemes:
         Raises:
           UserError: no target matches it, or it is ignored.
         """
-        if next(_matching(module, self.ignored), None) is not None:
+        if next(_matching(module, self.ignored, self.patterns[1]), None) is not None:
             raise UserError(f"{module} has scales, and quantization_config.ignore names it: copy the folder again")
-        for target in _matching(module, self.of_target):
+        for target in _matching(module, self.of_target, self.patterns[0]):
             if (scheme := self.of_target[target]) is not None:
                 return scheme
         raise UserError(f"{module} has scales, and no target of quantization_config.config_groups names it")
@@ -121,9 +124,11 @@ def read(about: Mapping[str, object]) -> Schemes:
         schemes |= dict.fromkeys(names(group, "targets"), scheme)
         unused += [f"{where}.{key}" for key in ("input_activations", "output_activations") if group.get(key)]
     ignored = dict.fromkeys(names(about, "ignore"))
-    for targets in (schemes, ignored):
-        patterns.compiled([target.removeprefix(_REGEX) for target in targets if target.startswith(_REGEX)])
-    return Schemes(schemes, ignored, tuple(unused))
+    return Schemes(schemes, ignored, (_compiled(schemes), _compiled(ignored)), tuple(unused))
+
+
+def _compiled(targets: Iterable[str]) -> _Patterns:
+    return patterns.compiled(sorted(target.removeprefix(_REGEX) for target in targets if target.startswith(_REGEX)))
 
 
 def _check_whole(about: Mapping[str, object]) -> None:
@@ -235,12 +240,12 @@ def _check_form(scheme: Scheme, where: str) -> None:
         )
 
 
-def _matching(module: str, targets: Mapping[str, object]) -> Iterator[str]:
+def _matching(module: str, targets: Mapping[str, object], compiled: _Patterns) -> Iterator[str]:
     """The targets that match a module, in compressed-tensors' order: its name, patterns that match from its start, its class."""
     if module in targets:
         yield module
-    for target in sorted(target for target in targets if target.startswith(_REGEX)):
-        if re.match(target.removeprefix(_REGEX), module):
-            yield target
+    for text, pattern in compiled.items():
+        if pattern.match(module):
+            yield f"{_REGEX}{text}"
     if _CLASS in targets:
         yield _CLASS

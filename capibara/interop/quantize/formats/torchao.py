@@ -39,6 +39,12 @@ _KEYS = frozenset(
 quant_method quant_type modules_to_not_convert include_input_output_embeddings untie_embedding_weights quant_type_kwargs
 """.split()
 )
+_ATTRIBUTES = frozenset(
+    """
+block_size dtype orig_dtype elem_dtype target_dtype is_swizzled_scales act_quant_kwargs activation_quantization reduce_range
+kernel_preference mm_config use_triton_kernel
+""".split()
+)
 _ACTIVATIONS = ("act_quant_kwargs", "activation_quantization")  # attributes that say how activations are quantized
 _TILE = (128, 4)  # rows and columns of scales
 _BLOCKS = {"MXTensor": 32, "NVFP4Tensor": 16}  # inputs that share a scale
@@ -60,8 +66,6 @@ def torchao(folder: Folder, about: Mapping[str, object]) -> Quantized:
         notes |= {
             f"activations as torchao's {tensor.kind} has them" for key in _ACTIVATIONS if tensor.attributes.get(key)
         }
-    if rest := sorted(name for name in metadata if name in shapes and name in weights):
-        raise UserError(f"{rest[0]} is in the folder as it is and quantized: copy the folder again")
     return Quantized(weights, parts, tuple(sorted(notes)))
 
 
@@ -100,6 +104,7 @@ class _Tensor:
         self._folder, self._shapes, self._base = folder, shapes, base
         self.kind, self.attributes, self._stored = described
         self._codes = f"{base}_qdata"
+        check_keys(self.attributes, _ATTRIBUTES, f"{base} in the metadata")
         self.parts = {self._codes}
         stated = self.attributes.get("dtype", self.attributes.get("orig_dtype"))
         dtype = stated.get("_data") if isinstance(stated, dict) else None

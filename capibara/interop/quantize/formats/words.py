@@ -54,7 +54,13 @@ _AWQ = frozenset(["bits", "version", *_NEUTRAL.split()])
 
 def gptq(folder: Folder, about: Mapping[str, object]) -> Quantized:
     """The weights of a folder in GPTQ's format."""
-    form = about.get("format") or about.get("checkpoint_format") or "gptq"
+    form, older = about.get("format"), about.get("checkpoint_format")
+    if form and older and form != older:
+        raise UserError(
+            f"quantization_config has format = {limits.shortened(form)} and checkpoint_format = {limits.shortened(older)}, "
+            "must be equal: they say how zeros are stored"
+        )
+    form = form or older or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise UserError(
             f"quantization_config.checkpoint_format is {limits.shortened(form)}, must be gptq or gptq_v2: save the model "
