@@ -65,12 +65,13 @@ def test_on_tpu_a_costly_activation_is_computed_once_in_each_pass(platform, acti
         np.testing.assert_allclose(got, formula, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("axis", ["fsdp", "context"])
 @pytest.mark.parametrize("rows, kind, barriers", [(4, "TPU v5 lite", 2), (8, "TPU v5 lite", 0), (4, "TPU v6 lite", 0)])
-def test_silu_is_computed_once_where_a_v5e_has_few_tokens(rows, kind, barriers, monkeypatch):
-    """In training alone; rows are shared out over two devices of the batch axes."""
+def test_silu_is_computed_once_where_a_v5e_has_few_tokens(rows, kind, barriers, axis, monkeypatch):
+    """In training alone; rows are shared out over two devices, and so is the time of each."""
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(sharding, "device_kind", lambda: kind)
-    mesh = sharding.make_mesh(sharding.Plan(batch_size=rows, fsdp=2, tensor=2), jax.devices()[:4])
+    mesh = sharding.make_mesh(sharding.Plan(batch_size=rows, tensor=2, **{axis: 2}), jax.devices()[:4])
     gate, up = (jnp.ones((rows, 8, 64)) for _ in range(2))
     with sharding.activate(mesh, sharding.Rules()):
         product = Activation.SWIGLU.gate

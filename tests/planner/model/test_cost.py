@@ -183,6 +183,16 @@ def test_what_goes_to_the_host_hides_behind_the_forward_pass_alone():
     assert forward_s / 32 == pytest.approx(12.1e-3 + 2 * 4096 * 4096 * 4096 / (0.5 * 197e12), rel=0.1)
 
 
+def test_the_loss_is_not_between_the_products_of_the_forward_pass():
+    choice, seconds = choice_of(8, fsdp=64), []
+    for size in (DENSE.vocab_size, 4 * DENSE.vocab_size):
+        work = work_of(dataclasses.replace(DENSE, vocab_size=size))
+        flops, between = cost.step_flops(work, choice), cost.elementwise_bytes(work, choice, V5E.chip)
+        seconds.append((cost.forward_s(work, choice, V5E.chip, flops, (), between), between))
+    (small, fewer), (large, more) = seconds
+    assert more > fewer and large == pytest.approx(small)
+
+
 def test_experts_are_uneven_only_across_devices_and_without_a_capacity():
     capacity = dataclasses.replace(EXPERTS, moe=Moe(num_experts=8, top_k=2, dispatch="capacity", capacity_factor=1.25))
     shared, alone = choice_of(fsdp=8, expert=8), choice_of(fsdp=64)
