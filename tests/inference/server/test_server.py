@@ -333,7 +333,7 @@ def test_a_body_of_any_kind_is_answered(running, name):
         assert json.loads(answer)["error"].keys() == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("number", ["1e400", "-2E+0999", "9" * 400 + ".5", "NaN", "-Infinity"])
+@pytest.mark.parametrize("number", ["1e400", "-2E+0999", "9" * 400 + ".5", "9" * 299 + "e99", "NaN", "-Infinity"])
 @pytest.mark.parametrize("as_text", [False, True], ids=["values", "a text"])
 def test_numbers_of_a_conversation_are_finite(running, number, as_text):
     """Templates would write Infinity, which is no JSON; pydantic_core reads 1e400 as it also without allow_inf_nan."""

@@ -17,7 +17,8 @@ from capibara.inference.server.service.service import Served, ServerConfig
 
 _MOST_CONTAINERS = 65_536  # counts texts too: parsing more would delay other requests' tokens
 _DEEPEST = 64
-_LARGE = re.compile(r"[0-9][eE]\+?[0-9]{3}|[0-9]{300}|NaN|Infinity")  # may be a number that no float64 holds
+# What may be a number that no float64 holds: others have exponents below 100 and fewer than 200 digits before them.
+_LARGE = re.compile(r"[0-9][eE]\+?[0-9]{3}|[0-9]{200}|NaN|Infinity")
 _MOST_PARAMETERS = 100
 _LONGEST_ARGUMENTS = 1 << 17  # characters of JSON within JSON
 # Length of one token's text: most have 3 to 5 characters, a few vocabularies have runs of a hundred spaces.
