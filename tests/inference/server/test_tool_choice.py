@@ -152,6 +152,9 @@ def test_a_call_that_is_demanded_has_no_format(tmp_path):
             client.chat.completions.create(
                 messages=HELLO, tools=TOOLS, tool_choice=NAMED, extra_body={"guided_regex": "a+"}, **HOT
             )
+        for guided, want in (({"guided_regex": "a{3}"}, "aaa"), ({"guided_json": {"const": 1}}, "1")):
+            reply = client.chat.completions.create(messages=HELLO, tools=TOOLS, extra_body=guided, **HOT)
+            assert reply.choices[0].message.content == want
 
 
 @pytest.mark.parametrize("tag, special", [("think", False), ("think", True), ("seed:think", False)])

@@ -137,6 +137,24 @@ def test_rows_of_the_model_without_a_token_are_never_allowed():
         Restrictions(dataclasses.replace(allowed, allowed_ids=(385,)), [], 392, 384)
 
 
+def test_bits_beyond_the_model_are_no_tokens():
+    """A row of 40 tokens has 64 bits."""
+    restrictions, row = (
+        Restrictions(Sampling(allowed_ids=(7,)), [(7, 7)], 40, 40),
+        np.full(2, -1, np.int32).view(np.uint32),
+    )
+    restrictions.allow(row, [])
+    assert row.tolist() == [1 << 7, 0]
+    with pytest.raises(UserError, match="no token is left for Sampling.allowed_ids"):
+        restrictions.allow(row, [7])
+
+
+def test_an_end_token_alone_is_not_enough_before_the_least_length():
+    sampling = dataclasses.replace(GREEDY, allowed_ids=(VOCABULARY.eos_id,), min_new_tokens=2)
+    with pytest.raises(UserError, match="no token is left for Sampling.allowed_ids"):
+        engine().submit("p", sampling).result()
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_a_text_has_its_stop_if_asked(config):
     one = engine(**config)
