@@ -39,7 +39,7 @@ import encoder_families  # noqa: E402
 import make  # noqa: E402
 import make_encoders  # noqa: E402
 import make_moe  # noqa: E402
-from family_cases import ANSWERING, CASES, CLASSES, IMPLEMENTATIONS  # noqa: E402
+from family_cases import ANSWERING, CASES, CLASSES, CONSTANTS, IMPLEMENTATIONS  # noqa: E402
 
 VISION = dict(
     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=28, patch_size=14
@@ -395,6 +395,8 @@ def write(folder: pathlib.Path, config: dict[str, Any]) -> None:
     model = kind.from_config(made) if hasattr(kind, "from_config") else kind(made)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name.endswith(CONSTANTS.get(model_type, ())):
+                continue
             values = answers.draw(name.replace("model.language_model.", "model."), tuple(parameter.shape))
             parameter.copy_(torch.from_numpy(values))
     model.float().save_pretrained(folder)

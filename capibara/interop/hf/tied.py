@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.hf import families, keys, tables, wrappers
+from capibara.interop.hf import values as hf_values
 from capibara.interop.hf.layout.family import Kind
 from capibara.interop.hf.layout.rows import Cut, Names
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.hf.values import LAYERS
 
 Read = Callable[[str], np.ndarray]
+_DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+_APART = 1e-6  # what float32's functions of torch and numpy differ by, relative to a value and to the largest
 
 
 def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: Read) -> dict[str, Any]:
@@ -64,15 +69,34 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
 
 
 def _check_constants(names: Names, todays: Mapping[str, str], values: Mapping[str, Any], read: Read) -> None:
-    """Raises UserError if a stored tensor of what our model computes has other values, in the precision of the file."""
-    for pattern, value in names.constants.items():
-        for name in (name for name in todays if re.search(pattern, name)):
-            stored, expected = read(todays[name]), _computed(value, values)
-            rounded = expected.astype(stored.dtype).astype(np.float32)
-            if stored.shape != expected.shape or not np.allclose(stored.astype(np.float32), rounded, 1e-6, 1e-6):
-                raise UserError(
-                    f"{todays[name]} has other values than capibara's {values['model_type']} computes: take another model"
-                )
+    """Raises UserError if a stored tensor of what our model computes has other values, up to the rounding of its dtype."""
+    constants = {name: of for pattern, of in names.constants.items() for name in todays if re.search(pattern, name)}
+    if constants:
+        hf_values.check(values)
+    for name, constant in constants.items():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        stored = read(todays[name])
+        with _config_read():  # sizes first: a table of those in config.json may be larger than memory
+            is_computed = stored.shape == constant.shape(values) and _rounded(
+                stored, constant.value(values, int(layer[1]) if layer else 0)
+            )
+        if not is_computed:
+            raise UserError(
+                f"{todays[name]} has other values than capibara's {values['model_type']} computes: take another model"
+            )
+
+
+def _rounded(stored: np.ndarray, value: np.ndarray) -> bool:
+    """Whether a tensor has these values in a dtype of files: its own, or a narrower one in which it was before."""
+    stored = stored.astype(np.float32)
+    apart = _APART * float(np.abs(value).max())
+    for dtype in _DTYPES:
+        of = ml_dtypes.finfo(dtype)
+        relative, absolute = float(of.eps) / 2 + _APART, float(of.smallest_subnormal) / 2 + apart
+        is_exact = np.array_equal(stored.astype(dtype).astype(np.float32), stored)
+        if is_exact and np.allclose(stored, value, relative, absolute):
+            return True
+    return False
 
 
 def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.ndarray]:
@@ -96,14 +120,16 @@ def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.n
         return {}
     family = families.FAMILIES[str(config["model_type"])]
     values = {**family.defaults, **keys.canonical(config, family)}
-    return {name: _computed(value, values) for name, value in missing.items()}
+    with _config_read():
+        return {name: value(values) for name, value in missing.items()}
 
 
-def _computed(value: Callable[[Mapping[str, Any]], np.ndarray], values: Mapping[str, Any]) -> np.ndarray:
-    """A tensor from the values of config.json, which is not checked yet."""
+@contextlib.contextmanager
+def _config_read() -> Iterator[None]:
+    """Reports what a config.json, which is not checked yet, cannot be read for."""
     try:
-        return value(values)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        yield
+    except (LookupError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
         raise UserError(f"config.json cannot be read ({type(error).__name__}: {error}): copy the file again") from error
 
 

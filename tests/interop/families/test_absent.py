@@ -7,6 +7,7 @@ import pathlib
 import sys
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -56,25 +57,61 @@ def test_sines_and_a_bias_that_a_file_lacks_are_those_of_transformers(tmp_path):
 
 TABLES = {f"model.{side}.embed_positions.weight": api.sine_table(64, 32) for side in ("encoder", "decoder")}
 PER_LAYER = "esm.encoder.layer.0.attention.self.rotary_embeddings.inv_freq"
+
+
+def decays(layer):
+    """MiniMax's tables of a layer of 3, with 4 heads and blocks of 8 tokens."""
+    slopes = [2.0 ** (-2 * head) * (1 - layer / (2 + 1e-5) + 1e-5) for head in range(1, 5)]
+    left = lambda steps: np.array([[[np.exp(-slope * step)] for step in steps] for slope in slopes])  # noqa: E731
+    lower = [[[np.exp(slope * (j - i)) if i >= j else 0.0 for j in range(8)] for i in range(8)] for slope in slopes]
+    tables = {
+        "slope_rate": np.reshape(slopes, (4, 1, 1)),
+        "query_decay": left(range(1, 9)),
+        "key_decay": left(range(7, -1, -1)),
+        "diagonal_decay": np.array([lower]),
+    }
+    return {f"model.layers.{layer}.self_attn.{name}": table.astype(np.float32) for name, table in tables.items()}
+
+
 CONSTANTS = {
     "marian": TABLES,
     "roformer": {"roformer.encoder.embed_positions.weight": api.sine_table(64, 8)},
     "esm": {PER_LAYER: (500.0 ** (-np.arange(0, 8, 2) / 8)).astype(np.float32)},
+    "minimax": decays(0) | decays(2),
 }
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_tensors_of_what_is_computed_are_compared(name, tmp_path):
-    """Older files have them; transformers takes them as they are, whatever the values."""
+    """transformers takes them as they are, whatever the values."""
     write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name])
     loaded(tmp_path)
-    first = next(iter(CONSTANTS[name]))
-    write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name] | {first: CONSTANTS[name][first] + 0.01})
-    with pytest.raises(UserError, match=f"{first} has other values than capibara's {name} computes"):
-        loaded(tmp_path)
+    for tensor, value in CONSTANTS[name].items():
+        for other in (value + 0.01, value * np.float32(1.001), value[..., None], value[:0]):
+            write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name] | {tensor: other})  # noqa: B023
+            with pytest.raises(UserError, match=f"{tensor} has other values than capibara's {name} computes"):
+                open_model.open_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("name, key", [("esm", "hidden_size"), ("esm", "num_attention_heads"), ("marian", "d_model")])
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_tensors_of_what_is_computed_may_be_rounded(dtype, name, tmp_path):
+    """As transformers writes them in another dtype, and a model in float32 that it has read of such a file."""
+    for then in (dtype, np.float32):
+        rounded = {tensor: value.astype(dtype).astype(then) for tensor, value in CONSTANTS[name].items()}
+        write(tmp_path, name, lambda tensors: tensors | rounded)  # noqa: B023
+        open_model.open_model(str(tmp_path))
+        tensor = min(rounded)
+        far = {tensor: (rounded[tensor] * then(1.02)).astype(dtype).astype(then)}
+        write(tmp_path, name, lambda tensors: tensors | rounded | far)  # noqa: B023
+        with pytest.raises(UserError, match=f"{tensor} has other values"):
+            open_model.open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [("esm", "hidden_size"), ("esm", "num_attention_heads"), ("marian", "d_model"), ("minimax", "num_hidden_layers")],
+)
 def test_a_config_without_the_sizes_of_what_is_computed_is_refused(name, key, tmp_path):
     write(tmp_path, name, lambda tensors: tensors | CONSTANTS[name])
     values = json.loads((tmp_path / "config.json").read_text())

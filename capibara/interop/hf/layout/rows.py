@@ -219,6 +219,13 @@ class Cut(NamedTuple):
     stop: int
 
 
+class Constant(NamedTuple):
+    """A tensor of what our model computes: its shape, and its values in a layer by number, from the values of config.json."""
+
+    shape: Callable[[Mapping[str, Any]], Shape]
+    value: Callable[[Mapping[str, Any], int], np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Names:
     """The tensors of an architecture, and their alternative names.
@@ -231,8 +238,8 @@ class Names:
       aliases: other names of the table's tensors, of tensors that transformers ties to them.
       absent: tensors that a checkpoint may lack -> what transformers has in their place, from the values of config.json;
         with {l}: of the layers in which their module has others.
-      constants: patterns of tensors that are no parameters, and that a checkpoint may have -> what they must be, from the
-        values of config.json; `ignored` matches them.
+      constants: patterns of tensors that are no parameters, and that a checkpoint may have -> what they must be, for
+        transformers takes them as they are; `ignored` matches them.
       cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
       placed: (rows, shapes of our parameters, modules that some layers lack) -> the rows, with the names that tensors have in
@@ -247,7 +254,7 @@ class Names:
     parts: str = r"(?!)"
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: Mapping[str, Callable[[Mapping[str, Any]], np.ndarray]] = dataclasses.field(default_factory=dict)
-    constants: Mapping[str, Callable[[Mapping[str, Any]], np.ndarray]] = dataclasses.field(default_factory=dict)
+    constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
     cuts: Callable[[Mapping[str, Shape]], dict[str, Cut]] | None = None
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
     placed: Callable[[Rows, Mapping[str, Shape], tree.LayersOf], Rows] | None = None

@@ -14,7 +14,7 @@ import numpy as np
 
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.family import Family, Kind, Values
-from capibara.interop.hf.layout.rows import Names, Rows, attention, linear, norm, rows
+from capibara.interop.hf.layout.rows import Constant, Names, Rows, attention, linear, norm, rows
 from capibara.models.api import EncoderDecoderConfig, TransformerConfig, sine_table
 
 _KEYS = {
@@ -133,8 +133,12 @@ def _no_bias(values: Mapping[str, Any]) -> np.ndarray:
     return np.zeros((1, values["vocab_size"]), np.float32)
 
 
+def _sizes(values: Mapping[str, Any]) -> tuple[int, int]:
+    return values.get("max_position_embeddings", _LONGEST), values["d_model"]
+
+
 def _sines(values: Mapping[str, Any]) -> np.ndarray:
-    return sine_table(values.get("max_position_embeddings", _LONGEST), values["d_model"])
+    return sine_table(*_sizes(values))
 
 
 _NAMES = Names(
@@ -200,8 +204,9 @@ FAMILIES = (
         dataclasses.replace(
             _NAMES,
             ignored=rf"{_NAMES.ignored}|\.embed_positions\.weight$",
-            constants={r"\.embed_positions\.weight$": _sines},
+            constants={r"\.embed_positions\.weight$": Constant(_sizes, lambda values, layer: _sines(values))},
         ),
     ),
+    # Its sines are no tensors of today's model, which computes them.
     (_M2M, dataclasses.replace(_NAMES, ignored=rf"{_NAMES.ignored}|\.embed_positions\.weights$", absent={})),
 )

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from capibara.interop.hf.layout.family import LAYER_NORM, WITHOUT_GROUPS, Family, Kind, Values
-from capibara.interop.hf.layout.rows import A, M, Names, linear, norm, renamed, rows, without
+from capibara.interop.hf.layout.rows import A, Constant, M, Names, linear, norm, renamed, rows, without
 from capibara.interop.hf.tables import BERT
 from capibara.kernels.rotary import Pairs
 from capibara.models.api import EncoderConfig, Rope, TransformerConfig, sine_table
@@ -51,9 +49,8 @@ def _read_rotary(values: Values) -> dict[str, Any]:
     return _read_width({**values, "embedding_size": width}) | {"positions": "rope", "rope": Rope(pairs=Pairs.ADJACENT)}
 
 
-def _sines(values: Mapping[str, Any]) -> np.ndarray:
-    size = values["hidden_size"] // values["num_attention_heads"]
-    return sine_table(values["max_position_embeddings"], size)
+def _sizes(values: Mapping[str, Any]) -> tuple[int, int]:
+    return values["max_position_embeddings"], values["hidden_size"] // values["num_attention_heads"]
 
 
 def _read_tasks(values: Values) -> dict[str, Any]:
@@ -169,7 +166,7 @@ FAMILIES = (
             ignored(*HEAD_BIAS, _ANGLES),
             r"^roformer\.pooler\.",
             aliases=HEAD_BIAS,
-            constants={rf"^{_ANGLES}$": _sines},
+            constants={rf"^{_ANGLES}$": Constant(_sizes, lambda values, layer: sine_table(*_sizes(values)))},
         ),
     ),
     (

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from capibara.core.types import UserError
 from capibara.interop.hf.catalog.encoders.bert import ENCODER, encoder, ignored, renames
 from capibara.interop.hf.catalog.encoders.roberta import HEAD
 from capibara.interop.hf.layout.family import LAYER_NORM, WITHOUT_GROUPS, Family, Values
-from capibara.interop.hf.layout.rows import Names, norm, renamed, rows, without
+from capibara.interop.hf.layout.rows import Constant, Names, norm, renamed, rows, without
 from capibara.interop.hf.tables import BERT
 from capibara.models.api import Rope, TransformerConfig
 
@@ -32,9 +30,15 @@ _ROWS = (
 _FREQUENCIES = r"\.rotary_embeddings\.inv_freq$"
 
 
-def _frequencies(values: Values) -> np.ndarray:
-    size = values["hidden_size"] // values["num_attention_heads"]
-    return Rope(theta=float(values["rope_theta"])).frequencies(size)
+def _head_dim(values: Values) -> int:
+    return values["hidden_size"] // values["num_attention_heads"]
+
+
+# Of the model, or of each layer: transformers 5.24 reads both.
+_ANGLES = Constant(
+    lambda values: (_head_dim(values) // 2,),
+    lambda values, layer: Rope(theta=float(values["rope_theta"])).frequencies(_head_dim(values)),
+)
 
 
 def _read(values: Values) -> dict[str, Any]:
@@ -92,7 +96,7 @@ FAMILIES = (
             ignored("lm_head.decoder.bias") + rf"|{_FREQUENCIES}",
             r"^esm\.contact_head\.|^esm\.pooler\.",
             aliases={"lm_head.decoder.bias": "lm_head.bias"},
-            constants={_FREQUENCIES: _frequencies},
+            constants={_FREQUENCIES: _ANGLES},
         ),
     ),
 )

@@ -46,9 +46,7 @@ def _family(model_type: str, architecture: str, **only: tuple[Any, ...]) -> Fami
         fixed={"token_types": 0, "transform": "none", "activation": "gelu_exact"},
         defaults={"max_position_embeddings": 512, "layer_norm_eps": 1e-12, "gelu_activation": True},
         # Of generation, of several languages with embeddings, and of a head with a vocabulary in parts.
-        only={"causal": (False,), "n_langs": (1,), "asm": (False,), "is_encoder": (True,)}
-        | {"sinusoidal_embeddings": (False,)}
-        | only,
+        only={"causal": (False,), "n_langs": (1,), "asm": (False,), "is_encoder": (True,)} | only,
         aliases={"hidden_size": "emb_dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
         | {"n_words": "vocab_size"},
         activation="",

@@ -5,8 +5,10 @@ Queries of most layers of MiniMax-M3 (2026) see the blocks of keys alone that an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from capibara.core import projections
 from capibara.core.types import UserError
@@ -31,6 +33,7 @@ from capibara.interop.hf.layout.rows import (
     QK_NORM,
     WHOLE_NORMS,
     A,
+    Constant,
     L,
     M,
     Names,
@@ -64,8 +67,38 @@ _MIXER_ROWS = rows(
         _X + "out": "lnhd",
     },
 )
-# They follow from the numbers of heads, layers and block_size, and transformers computes them where they are missing.
-_DECAYS = r"\.self_attn\.(?:slope_rate|query_decay|key_decay|diagonal_decay)$"
+
+
+def _slopes(values: Values, layer: int) -> np.ndarray:
+    """Of each head: [N, 1, 1]."""
+    rates = Lightning(heads=values["num_attention_heads"]).rates(values["num_hidden_layers"])[layer]
+    return rates.astype(np.float32)[:, None, None]
+
+
+def _decays(steps: Callable[[np.ndarray], np.ndarray]) -> Callable[[Values, int], np.ndarray]:
+    """What is left of a state after these numbers of tokens, from the number of each token of a block."""
+    return lambda values, layer: np.exp(-_slopes(values, layer) * steps(np.arange(values["block_size"])[:, None]))
+
+
+def _lower(values: Values, layer: int) -> np.ndarray:
+    """What is left of each token of a block at those after it: [1, N, block, block]."""
+    return np.tril(_decays(lambda tokens: abs(tokens - tokens.T))(values, layer))[None]
+
+
+def _column(values: Values) -> tuple[int, ...]:
+    return values["num_attention_heads"], values["block_size"], 1
+
+
+# Tensors of a file that follow from its config.json, and that transformers computes where they are missing.
+_TABLES = {
+    "slope_rate": Constant(lambda values: (values["num_attention_heads"], 1, 1), _slopes),
+    "query_decay": Constant(_column, _decays(lambda tokens: tokens + 1)),
+    "key_decay": Constant(_column, _decays(lambda tokens: len(tokens) - 1 - tokens)),
+    "diagonal_decay": Constant(
+        lambda values: (1, values["num_attention_heads"], values["block_size"], values["block_size"]), _lower
+    ),
+}
+_DECAYS = {rf"\.self_attn\.{name}$": constant for name, constant in _TABLES.items()}
 _OF_ATTENTION = {"attention_residual": "full_attn_alpha_factor", "attention_output": "full_attn_beta_factor"}
 _OF_MIXER = {"mixer_residual": "linear_attn_alpha_factor", "mixer_output": "linear_attn_beta_factor"}
 _OF_MLP = {"mlp_residual": "mlp_alpha_factor", "mlp_output": "mlp_beta_factor"}
@@ -235,7 +268,13 @@ FAMILIES = (
             fixed={"activation": "swiglu", "norm_placement": "stream"},
             activation="",
             defaults=_DEFAULTS
-            | {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "num_local_experts": 8}
+            | {
+                "rope_theta": 1_000_000.0,
+                "rms_norm_eps": 1e-5,
+                "num_experts_per_tok": 2,
+                "num_local_experts": 8,
+                "block_size": 256,
+            }
             | dict.fromkeys(_MULTIPLIERS.values(), 1.0),
             only=ONLY_SILU,
             aliases=_ALIASES,
@@ -247,7 +286,7 @@ FAMILIES = (
             read=_read,
             write=_write,
         ),
-        Names(_ROWS + _MIXER_ROWS, (BARE,), f"{BUFFERS}|{_DECAYS}"),
+        Names(_ROWS + _MIXER_ROWS, (BARE,), "|".join([BUFFERS, *_DECAYS]), constants=_DECAYS),
     ),
     (
         Family(
