@@ -51,6 +51,8 @@ UNREAD = 1e-5  # logits that one key changes by less are as without it
 OF_NUMBERS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "chunk_size")
 # What acts on longer rows, or larger coefficients, than those of the batch: it changes the model, and not these logits.
 BEYOND = ("dynamic", "altup_coef_clip")
+# The most tokens of a row, where transformers computes positions of longer ones, too.
+LONGEST = {"m2m_100": ("max_position_embeddings",)}
 # Refused although transformers 5.24 ignores them, and why.
 STRICTER = {
     "add_cross_attention": "its tensors would be left out",
@@ -70,6 +72,8 @@ MISLOADED |= {"rwkv": ("rescale_every",), "rwkv_tied": ("rescale_every", "num_hi
 # Its tables of decays, which are no parameters, are stored and loaded in the dtype of the weights, and rounded to it.
 MISLOADED |= dict.fromkeys(("minimax", "minimax_window", "minimax_lightning"), ("dtype", "torch_dtype"))
 MISLOADED |= dict.fromkeys(("gemma4_vl", "gemma4_vl_moe"), ("image_token_id", "video_token_id", "audio_token_id"))
+# It makes a token of the batch that of padding, which has no place in a text: the next one has the same position.
+MISLOADED |= {"m2m_100": ("pad_token_id",)}
 _INDICES = ("image_token_index", "video_token_index")
 MISLOADED |= {"minimax_m3_vl": (*_INDICES, "image_token_id", "video_token_id")}
 
@@ -184,7 +188,7 @@ def record(sweep: pathlib.Path, *families: str) -> None:
         base, cases = np.load(root / "0000" / "logits.npy"), {}
         for row in found["cases"]:
             name = config_keys.name_of(row["key"])
-            acts = name not in (*BEYOND, *MISLOADED.get(family, ())) and not (
+            acts = name not in (*BEYOND, *LONGEST.get(family, ()), *MISLOADED.get(family, ())) and not (
                 isinstance(row["value"], dict) and row["value"].get("type") in BEYOND
             )
             if "case" in row and row["key"] and acts and name not in OF_NUMBERS:
