@@ -28,7 +28,7 @@ from family_cases import ANSWERING, CASES, IMPLEMENTATIONS  # noqa: E402
 
 # What older files have in a module, if its name ends so.
 OLDER = {
-    "attn": ("bias", "masked_bias", "rotary_emb.inv_freq"),
+    "attn": ("bias", "masked_bias", "causal_mask", "rotary_emb.inv_freq"),
     "attention": ("bias", "masked_bias", "rotary_emb.inv_freq"),
     "self": ("rotary_embeddings.inv_freq", "distance_embedding.weight"),
     "self_attn": ("rotary_emb.inv_freq", "bias"),

@@ -135,6 +135,13 @@ def test_published_files_of_axk1_have_no_correction_and_norms_of_dense_layers(tm
     np.testing.assert_array_equal(mlp["output_norm"]["scale"], scales)
 
 
+def test_modules_that_predict_further_tokens_and_are_not_read_are_reported(tmp_path, caplog):
+    more = {"mtp.layers.0.norm.weight": np.ones(32, np.float32)}
+    write(tmp_path, "nemotron_h", lambda tensors: tensors | more)
+    loaded(tmp_path)
+    assert "1 tensors of other parts than the language model are not read, mtp.layers.0.norm.weight" in caplog.text
+
+
 def test_a_file_of_the_model_without_its_head_is_read(tmp_path):
     tensors = write(
         tmp_path,

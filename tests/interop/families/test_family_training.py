@@ -32,7 +32,7 @@ NAMES = (
     "aria_text", "blenderbot", "data2vec-text", "esm", "esm_absolute", "flaubert", "lara_mini", "m2m_100", "marian", "mvp", "plbart",
     "roformer", "roformer_whole", "xlm",
 )  # fmt: skip
-SMALL = ("esm", "xlm")
+SMALL = ("esm", "xlm", "voxtral")
 SOUND = ("audioflamingo3", "glmasr", "granite_speech", "qwen2_audio", "voxtral")
 ROWS = 4
 
@@ -130,7 +130,7 @@ def test_a_model_is_planned(name, tmp_path, capsys):
     assert first["predicted"]["memory"]["parameters"] >= 4 * trained / 4  # in float32, on 4 chips that pad small ones
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", of(*NAMES))
 def test_a_gguf_file_of_a_family_without_one_is_refused_by_a_line(name, tmp_path, capsys):
     test_families.write_drawn(tmp_path / "theirs", recorded(name))
     model_type = recorded(name)["config"]["model_type"]
@@ -140,7 +140,7 @@ def test_a_gguf_file_of_a_family_without_one_is_refused_by_a_line(name, tmp_path
     assert not (tmp_path / "model.gguf").exists()
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", of(*SOUND))
 def test_the_language_model_of_one_that_reads_sound_is_a_gguf_file(name, tmp_path):
     test_families.write_drawn(tmp_path / "theirs", recorded(name))
     assert exits.run_verb(convert.main, [f"--from={tmp_path / 'theirs'}", f"--to={tmp_path / 'model.gguf'}"]) == 0

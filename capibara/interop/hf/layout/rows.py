@@ -233,13 +233,15 @@ class Names:
     Attributes:
       rows: its table.
       renamed: (pattern, replacement) that map names in other versions of a checkpoint to the table's.
-      ignored: pattern of tensors that are no parameters, or stand for one (`fixed_aliases`).
+      ignored: pattern of tensors that are no parameters: those that stand for one (`fixed_aliases`) and `constants` are compared;
+        the rest are tables of older files (masks, position_ids, frequencies), which transformers computes and never reads.
+        tests/interop/families/test_extra_tensors.py draws all of them.
       parts: pattern of tensors of parts that are not supported.
       aliases: other names of the table's tensors, of tensors that transformers ties to them.
       absent: tensors that a checkpoint may lack -> what transformers has in their place, from the values of config.json;
         with {l}: of the layers in which their module has others.
       constants: patterns of tensors that are no parameters, and that a checkpoint may have -> what they must be, for
-        transformers takes them as they are; `ignored` matches them.
+        transformers takes them as they are.
       cuts: shapes of a checkpoint's tensors -> those that are cut elsewhere than the table has them; None: there are none.
       chosen: shapes of our parameters -> the rows, where their names depend on these; None: they do not.
       placed: (rows, shapes of our parameters, modules that some layers lack) -> the rows, with the names that tensors have in
@@ -278,7 +280,7 @@ class Names:
 
 
 BARE = (r"^(?=(?:layers|embed_tokens|norm)\.)", "model.")  # a checkpoint of the model without its head
-BUFFERS = r"\.rotary_emb\.inv_freq$"
+BUFFERS = r"\.rotary_emb\.inv_freq$"  # of files of 2023: transformers computes them, and reads none
 LLAMA_LIKE = ((BARE,), BUFFERS)
 
 _EXPERT = "mlp.experts.{e}."

@@ -168,7 +168,7 @@ FAMILIES = (
         Names(
             _ROWS,
             BACKBONE_NAMES,
-            r"^mtp\.",
+            parts=r"^mtp\.",
             chosen=lambda shapes: _ROWS + (_MOE if M + "router" in shapes else _MLP),
         ),
     ),
