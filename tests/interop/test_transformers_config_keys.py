@@ -51,8 +51,8 @@ UNREAD = 1e-5  # logits that one key changes by less are as without it
 OF_NUMBERS = ("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "chunk_size")
 # What acts on longer rows, or larger coefficients, than those of the batch: it changes the model, and not these logits.
 BEYOND = ("dynamic", "altup_coef_clip")
-# The most tokens of a row, where transformers computes positions of longer ones, too.
-LONGEST = {"m2m_100": ("max_position_embeddings",)}
+# The most tokens of a row, where positions of longer ones are computed, too: by transformers (M2M-100), or by us (RoFormer).
+LONGEST = dict.fromkeys(("m2m_100", "roformer"), ("max_position_embeddings",))
 # Refused although transformers 5.24 ignores them, and why.
 STRICTER = {
     "add_cross_attention": "its tensors would be left out",

@@ -20,7 +20,7 @@ from capibara.interop.hf.values import LAYERS
 
 Read = Callable[[str], np.ndarray]
 _DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
-_APART = 1e-6  # what float32's functions of torch and numpy differ by, relative to a value and to the largest
+_TOLERANCE = 1e-6  # what float32's functions of torch and numpy differ by, relative to a value and to the largest
 
 
 def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: Read) -> dict[str, Any]:
@@ -89,11 +89,12 @@ def _check_constants(names: Names, todays: Mapping[str, str], values: Mapping[st
 def _rounded(stored: np.ndarray, value: np.ndarray) -> bool:
     """Whether a tensor has these values in a dtype of files: its own, or a narrower one in which it was before."""
     stored = stored.astype(np.float32)
-    apart = _APART * float(np.abs(value).max())
+    smallest = _TOLERANCE * float(np.abs(value).max())
     for dtype in _DTYPES:
         of = ml_dtypes.finfo(dtype)
-        relative, absolute = float(of.eps) / 2 + _APART, float(of.smallest_subnormal) / 2 + apart
-        is_exact = np.array_equal(stored.astype(dtype).astype(np.float32), stored)
+        relative, absolute = float(of.eps) / 2 + _TOLERANCE, float(of.smallest_subnormal) / 2 + smallest
+        with np.errstate(over="ignore"):
+            is_exact = np.array_equal(stored.astype(dtype).astype(np.float32), stored)
         if is_exact and np.allclose(stored, value, relative, absolute):
             return True
     return False
