@@ -12,8 +12,8 @@ from capibara.interop.hf.tables import FUSED_EXPERTS
 from capibara.models.api import DecoderConfig, GatedDelta, TransformerConfig
 
 _X, _D = "layers/mixer/", f"{L}linear_attn."
-_ALL = " ".join(_X + name for name in ("query", "key", "value", "gate", "strength", "decay"))
-_CONVS = " ".join(f"{_X}{name}_conv" for name in ("query", "key", "value"))
+_ALL = f"{_X}query {_X}key {_X}value {_X}gate {_X}strength {_X}decay"
+_CONVS = f"{_X}query_conv {_X}key_conv {_X}value_conv"
 _ROWS = (
     without(LLAMA, ".mlp.")
     + QK_NORM
