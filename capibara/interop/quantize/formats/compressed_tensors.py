@@ -16,7 +16,7 @@ from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.quantize.formats import schemes
 from capibara.interop.quantize.formats.schemes import Scheme
-from capibara.interop.quantize.values import fp4
+from capibara.interop.quantize.values import fp4, streams
 from capibara.interop.quantize.values.weights import (
     FLOATS,
     FP8,
@@ -114,10 +114,10 @@ class _Module:
         stored, middle = self._folder.stored, 1 << (bits - 1)
 
         def values() -> np.ndarray:
-            steps = unpacked(stored(codes), bits, shape[1]).astype(np.int16) - middle
+            steps = streams.unpacked(stored(codes), bits, shape[1]).astype(np.int16) - middle
             zeros_AG = None if zeros is None else stored(zeros)
             if zeros_AG is not None and packs_zeros:
-                zeros_AG = unpacked(zeros_AG.T, bits, outputs).T.astype(np.int16) - middle
+                zeros_AG = streams.unpacked(zeros_AG.T, bits, outputs).T.astype(np.int16) - middle
             return self._scaled(steps, scale, blocks, zeros_AG)
 
         return Weight(shape, self._folder.dtype(scale), values)
@@ -204,19 +204,6 @@ class _Module:
             if self._folder.stored(name).any():
                 raise UserError(f"{name} has zero points, and the scheme of {self._base} is symmetric: copy it again")
         return None
-
-
-def unpacked(words: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Codes in a dense sequence of bits along the last axis of int32 words, the lowest first; uint8 [..., count]."""
-    stream = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return stream[..., :count]
-    if bits == 4:
-        return np.stack([stream & 15, stream >> 4], -1).reshape(*stream.shape[:-1], -1)[..., :count]
-    digits = np.unpackbits(stream, axis=-1, count=count * bits, bitorder="little").reshape(
-        *stream.shape[:-1], count, bits
-    )
-    return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
 
 
 def _exponents(scales: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.folder import DTYPES
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.values import patterns
+from capibara.interop.quantize.values import patterns, streams
 from capibara.interop.quantize.values.weights import (
     FLOATS,
     Blocks,
@@ -96,18 +96,10 @@ def _weight(folder: Folder, shapes: Mapping[str, Shape], codes: str, scales: str
     dtype = compute_dtype(folder.config)
 
     def values() -> np.ndarray:
-        steps = unpacked(folder.stored(codes), bits).astype(DTYPES[dtype])
+        stored = folder.stored(codes)
+        steps = stored if bits == 8 else streams.unpacked(stored, bits).astype(np.int8) - np.int8(1 << (bits - 1))
         blocks = Blocks.of((outputs, inputs), 1, inputs // groups)
         rounded = folder.stored(scales).astype(DTYPES[dtype])
-        return steps * np.take(rounded[blocks.row_O], blocks.column_I, axis=1)
+        return steps.astype(DTYPES[dtype]) * np.take(rounded[blocks.row_O], blocks.column_I, axis=1)
 
     return Weight((outputs, inputs), dtype, values)
-
-
-def unpacked(stored: np.ndarray, bits: int) -> np.ndarray:
-    """Codes of bytes along the last axis, the first one in the lowest bits; int8, from -2 ** (bits - 1)."""
-    if bits == 8:
-        return stored.view(np.int8)
-    stored = stored.view(np.uint8)
-    digits = [(stored >> shift & ((1 << bits) - 1)).astype(np.int8) for shift in range(0, 8, bits)]
-    return np.stack(digits, axis=-1).reshape(*stored.shape[:-1], -1) - np.int8(1 << (bits - 1))

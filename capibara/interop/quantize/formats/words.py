@@ -17,7 +17,7 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.quantize.values import patterns
+from capibara.interop.quantize.values import patterns, streams
 from capibara.interop.quantize.values.weights import (
     FLOATS,
     Blocks,
@@ -251,21 +251,14 @@ def _check_groups(scheme: WordScheme, base: str, inputs: int, groups: int) -> No
 
 
 def unpacked(words: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> np.ndarray:
-    """Codes in a stream of bits along the last axis of words, the first one in the lowest bits; uint8.
+    """Codes in words along the last axis, the first one in the lowest bits; uint8.
 
     Args:
-      words: uint32 [..., W], which codes must fill.
+      words: [..., W], which codes must fill.
       bits: of a code; those that do not divide a word lie in two words.
       order: the place of each code of a word among its codes; None: as they come.
     """
-    if _WORD % bits:
-        stream = np.ascontiguousarray(words).view(np.uint8)
-        digits = np.unpackbits(stream, axis=-1, bitorder="little").reshape(*words.shape[:-1], -1, bits)
-        return np.packbits(digits, axis=-1, bitorder="little")[..., 0]
-    count = _WORD // bits
-    codes = np.empty((*words.shape, count), np.uint8)
-    for position in range(count):
-        codes[..., order[position] if order else position] = words >> np.uint32(bits * position) & np.uint32(
-            (1 << bits) - 1
-        )
-    return codes.reshape(*words.shape[:-1], -1)
+    codes = streams.unpacked(words, bits)
+    if order is None:
+        return codes
+    return codes.reshape(*words.shape, len(order))[..., np.argsort(order)].reshape(codes.shape)
