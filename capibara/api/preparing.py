@@ -51,7 +51,9 @@ def prepare_playbooks(
     from capibara.builders.playbooks.reading import ENDINGS
 
     settings = build.Playbooks(
-        **_given(agents=agents, merging=merging, bullets=bullets, ranking=ranking, chats=chats, redaction=redaction)
+        **_settings_of(
+            agents=agents, merging=merging, bullets=bullets, ranking=ranking, chats=chats, redaction=redaction
+        )
     )
     return _manifest(build.build, ENDINGS, inputs, out, settings, num_workers)
 
@@ -80,7 +82,7 @@ def prepare_executions(
     from capibara.builders.executions import build
     from capibara.builders.executions.reading import ENDINGS
 
-    settings = build.ExecutionLogs(**_given(filter=filter, fixes=fixes, chats=chats, redaction=redaction))
+    settings = build.ExecutionLogs(**_settings_of(filter=filter, fixes=fixes, chats=chats, redaction=redaction))
     return _manifest(build.build, ENDINGS, inputs, out, settings, num_workers)
 
 
@@ -104,7 +106,7 @@ def prepare_routing(
     return _manifest(build.build, build.ENDINGS, inputs, out, settings or RoutingSet(), num_workers)
 
 
-def _given(**settings: object) -> dict[str, Any]:
+def _settings_of(**settings: object) -> dict[str, Any]:
     """Those that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 

@@ -111,10 +111,10 @@ class Grpo(RewardedLoss):
 
     def _check_memory(self) -> None:
         if (self.memory is None) != (self.max_chunks is None):
-            missing, given = ("max_chunks", "memory") if self.max_chunks is None else ("memory", "max_chunks")
+            missing, present = ("max_chunks", "memory") if self.max_chunks is None else ("memory", "max_chunks")
             fix = "8" if missing == "max_chunks" else "@MemoryAgent()"
             raise UserError(
-                f"Grpo.{given} is set and Grpo.{missing} is not, and both go together: try {missing} = {fix}"
+                f"Grpo.{present} is set and Grpo.{missing} is not, and both go together: try {missing} = {fix}"
             )
         if self.memory is None:
             return

@@ -56,8 +56,8 @@ def train(
         trainer = settled()
         config.parse((), written.text_of(trainer, *others).split("\n"))
         built = config.build(Trainer)
-    read, given = parts_of(built), {type(part): part for part in (trainer, *others)}
-    parts = {name: given.get(type(part), part) for name, part in read.items()}
+    read, by_type = parts_of(built), {type(part): part for part in (trainer, *others)}
+    parts = {name: by_type.get(type(part), part) for name, part in read.items()}
     for name, part in parts.items():
         written.check_same(read[name], part)
     notes = [

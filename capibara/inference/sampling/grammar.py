@@ -38,10 +38,10 @@ class Grammar:
     choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        kinds = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
             raise UserError(
-                f"Grammar has {' and '.join(given) or 'no field'} set, must have exactly one of {', '.join(_KINDS)}"
+                f"Grammar has {' and '.join(kinds) or 'no field'} set, must have exactly one of {', '.join(_KINDS)}"
             )
         if self.choice is not None:
             if not self.choice or not all(self.choice):

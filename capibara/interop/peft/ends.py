@@ -182,16 +182,16 @@ def _stored(
 ) -> dict[str, np.ndarray]:
     """The matrices before adapters, with tensors popped from `stored`."""
     modules = (ends.embedding, ends.head)
-    given = {module: value for module in modules if (value := stored.pop(f"{module}.weight", None)) is not None}
-    saved = {module: value for module, value in given.items() if fields.saves(ends.name(module), config)}
-    if _ties("modules_to_save", ends, config) and given:
-        return dict.fromkeys(modules, given[ends.head if ends.head in given else ends.embedding])
-    based = {module: value for module, value in given.items() if module not in saved}
+    weights = {module: value for module in modules if (value := stored.pop(f"{module}.weight", None)) is not None}
+    saved = {module: value for module, value in weights.items() if fields.saves(ends.name(module), config)}
+    if _ties("modules_to_save", ends, config) and weights:
+        return dict.fromkeys(modules, weights[ends.head if ends.head in weights else ends.embedding])
+    based = {module: value for module, value in weights.items() if module not in saved}
     if ends.tied and len(saved) < len(modules):  # the last one that PEFT loads is in both
         base = based.get(ends.head, based.get(ends.embedding))
         base = weight(f"{ends.embedding}.weight") if base is None else base
         return {module: saved.get(module, base) for module in modules}
-    return {module: given[module] if module in given else weight(f"{module}.weight") for module in modules}
+    return {module: weights[module] if module in weights else weight(f"{module}.weight") for module in modules}
 
 
 def _deltas(stored: dict[str, np.ndarray], ends: Ends, config: Mapping[str, Any]) -> dict[str, np.ndarray]:

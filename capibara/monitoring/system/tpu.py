@@ -28,13 +28,13 @@ _CODE = """
 import json, sys, time
 from libtpu.sdk import tpumonitoring
 while True:
-    found = {}
+    metrics = {}
     for name in sys.argv[2:]:
         try:
-            found[name] = [str(value) for value in tpumonitoring.get_metric(name).data()]
+            metrics[name] = [str(value) for value in tpumonitoring.get_metric(name).data()]
         except Exception:
             pass
-    print(json.dumps(found), flush=True)
+    print(json.dumps(metrics), flush=True)
     time.sleep(float(sys.argv[1]))
 """
 _STALE = 3  # intervals after which an answer is too old

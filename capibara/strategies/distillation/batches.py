@@ -143,10 +143,10 @@ class TeacherBatches(BatchProvider):
             answers |= dict(part)
         drawn = [(prompt.row - first, answers[prompt.row]) for prompt in prompts if prompt.row in answers]
         texts = [[(everyone[first + row].ids, answer)] for row, answer in drawn]
-        at, given = [row for row, _ in drawn], {name: value.copy() for name, value in rows.items()}
+        at, replaced = [row for row, _ in drawn], {name: value.copy() for name, value in rows.items()}
         for name, value in text_rows(texts, self._run.dataset).items():
-            given[name][at] = value
-        return given
+            replaced[name][at] = value
+        return replaced
 
     def _first_row(self, rows: int) -> int:
         """The number of this process's first row in the global batch."""

@@ -240,10 +240,10 @@ def recurrent(values: Values, name: str, *, both: bool = True, windows: bool = F
     """
     count, kinds = values["num_hidden_layers"], {name: "recurrent", "full_attention": "global"}
     kinds |= {"sliding_attention": "local"} if windows else {}
-    given = values.get("layer_types")
-    if not isinstance(given, list):
-        raise UserError(f"config.json has layer_types = {given!r}, must be a list with one entry for each layer")
-    types = [OLD_KINDS[kind] if kind in OLD_KINDS else kind for kind in given]
+    stated = values.get("layer_types")
+    if not isinstance(stated, list):
+        raise UserError(f"config.json has layer_types = {stated!r}, must be a list with one entry for each layer")
+    types = [OLD_KINDS[kind] if kind in OLD_KINDS else kind for kind in stated]
     if unknown := [kind for kind in types if kind not in kinds]:
         raise UserError(f"config.json has layer_types {unknown[0]!r}, must be one of {', '.join(kinds)}")
     if len(types) != count:

@@ -60,8 +60,8 @@ def _read_swa(values: Values) -> dict[str, Any]:
             )
     full, local = of_kind.get("full_attention"), of_kind.get("sliding_attention")
     theta = (full or local or [base])[0]
-    given = {**values, "rope_scaling": None, "rope_parameters": {**rope, "rope_theta": theta}}
-    turned = hf_rope.read(given, GRANITE_SWA)
+    rotated = {**values, "rope_scaling": None, "rope_parameters": {**rope, "rope_theta": theta}}
+    turned = hf_rope.read(rotated, GRANITE_SWA)
     if local and local[0] != theta:
         if turned["scaling"] != "none":
             raise UserError(

@@ -32,12 +32,12 @@ _ENCODER_TYPES = "encoder_layer_types"
 
 def _side(values: Values, side: str) -> dict[str, Any]:
     """The values of one side, with transformers' where they are silent."""
-    given = values.get(side) or {}
-    if not isinstance(given, Mapping):
-        raise UserError(f"config.json has {side} = {str(given)[:60]}, must be an object: copy the file again")
-    if given.get("per_layer_config"):
+    stated = values.get(side) or {}
+    if not isinstance(stated, Mapping):
+        raise UserError(f"config.json has {side} = {str(stated)[:60]}, must be an object: copy the file again")
+    if stated.get("per_layer_config"):
         raise UserError(f"config.json has per_layer_config in {side}, must be without: take another model")
-    known = {key: given[key] for key in (*_USUAL, *_ROPE, "original_max_position_embeddings") if key in given}
+    known = {key: stated[key] for key in (*_USUAL, *_ROPE, "original_max_position_embeddings") if key in stated}
     filled = {**_USUAL, **known}
     count, types = filled["num_hidden_layers"], filled["layer_types"]
     types = [_TYPES[layer % 2] for layer in range(count)] if types is None else types

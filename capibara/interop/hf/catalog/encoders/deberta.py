@@ -38,15 +38,15 @@ def _read(values: Values) -> dict[str, Any]:
 
 
 def _disentangled(values: Values) -> Disentangled | None:
-    given = values["pos_att_type"] or []
-    names = [name.strip() for name in given.lower().split("|")] if isinstance(given, str) else given
+    stated = values["pos_att_type"] or []
+    names = [name.strip() for name in stated.lower().split("|")] if isinstance(stated, str) else stated
     if (
         not isinstance(names, list)
         or not set(names) <= _TERMS.keys()
         or bool(names) != bool(values["relative_attention"])
     ):
         raise UserError(
-            f"config.json has pos_att_type = {given!r} and relative_attention = {values['relative_attention']!r}, must be "
+            f"config.json has pos_att_type = {stated!r} and relative_attention = {values['relative_attention']!r}, must be "
             f"some of {', '.join(_TERMS)} and true, or none and false: take another model"
         )
     if not names:

@@ -22,8 +22,8 @@ BIASED = {
 
 def prepare(values: Values) -> Values:
     """The values in the form of transformers 5.24, of older ones too."""
-    given, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
-    rope = {kind: {**(given.get(kind) or {}), **old} for kind in KINDS}
+    new, old = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+    rope = {kind: {**(new.get(kind) or {}), **old} for kind in KINDS}
     bases = {"rope_theta": values["global_rope_theta"], "rope_local_base_freq": values["local_rope_theta"]}
     types, every = values.get("layer_types"), values["global_attn_every_n_layers"]
     if types is None:

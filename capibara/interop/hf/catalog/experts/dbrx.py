@@ -42,9 +42,9 @@ _NORM = "moe_normalize_expert_weights"
 def _prepare(values: Values) -> Values:
     """The values with those of attn_config and ffn_config beside the others."""
     inner = {name: values.get(name) or {} for name in ("attn_config", "ffn_config")}
-    for name, given in inner.items():
-        if not isinstance(given, Mapping):
-            raise UserError(f"config.json has {name} = {str(given)[:60]}, must be an object: copy the file again")
+    for name, part in inner.items():
+        if not isinstance(part, Mapping):
+            raise UserError(f"config.json has {name} = {str(part)[:60]}, must be an object: copy the file again")
     attention, experts = inner.values()
     named = {ours: attention.get(key, usual) for ours, (key, usual) in _OF_ATTENTION.items()}
     named |= {ours: experts.get(key, usual) for ours, (key, usual) in _OF_EXPERTS.items()}

@@ -168,13 +168,13 @@ def _prepare_m3(values: Values) -> Values:
     if not isinstance(nested, Mapping):
         raise UserError(f"config.json has {_OWN_CONFIG} = {str(nested)[:60]}, must be an object: copy the file again")
     values = {**values, **{key: nested[name] for key, name in _OWN_SIZES.items() if name in nested}}
-    for key, kinds, given in (
+    for key, kinds, flags in (
         ("layer_types", [*_SPARSE], nested.get(_OWN_TYPES)),
         ("mlp_layer_types", ["sparse", "dense"], values.get(_OWN_MLPS)),
     ):
         if values.get(key) is None:
             usual = kinds[-1] if key == "layer_types" else kinds[0]
-            values[key] = [usual] * count if given is None else [kinds[0] if flag else kinds[1] for flag in given]
+            values[key] = [usual] * count if flags is None else [kinds[0] if flag else kinds[1] for flag in flags]
     return values
 
 

@@ -236,11 +236,11 @@ _GRANITE = Family(
 
 
 def _prepare_bamba(values: Values) -> Values:
-    given, layers = values.get("attn_layer_indices"), range(values["num_hidden_layers"])
-    attending = {*layers} & {*(given or ())}
+    indices, layers = values.get("attn_layer_indices"), range(values["num_hidden_layers"])
+    attending = {*layers} & {*(indices or ())}
     if not attending or len(attending) == len(layers):
         raise UserError(
-            f"config.json has attn_layer_indices = {str(given)[:60]}, must name some of the "
+            f"config.json has attn_layer_indices = {str(indices)[:60]}, must name some of the "
             f"num_hidden_layers ({len(layers)}): take another model"
         )
     types = ["full_attention" if i in attending else "linear_attention" for i in layers]

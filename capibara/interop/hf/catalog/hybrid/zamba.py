@@ -120,9 +120,9 @@ def _prepare(values: Values) -> Values:
         "hybrid_layer_ids": [number for number, kind in enumerate(types) if kind == "hybrid"],
     }
     for key, value in derived.items():
-        if (given := result.get(key)) is not None and given != value:
+        if (stated := result.get(key)) is not None and stated != value:
             raise UserError(
-                f"config.json has {key} = {str(given)[:60]}, must be {str(value)[:60]} by other keys: leave it out"
+                f"config.json has {key} = {str(stated)[:60]}, must be {str(value)[:60]} by other keys: leave it out"
             )
     if not derived["hybrid_layer_ids"]:
         raise UserError(
