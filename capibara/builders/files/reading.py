@@ -295,7 +295,7 @@ def _raw_lines(
     The last line of a file that is cut short or corrupted is not yielded; without `has_empty` few of the empty ones are.
     """
     started: list[bytes] = []
-    number, size = 0, 0  # begun: the blocks of an unfinished line, none if it is too long; size: its bytes
+    number, size = 0, 0  # started has the blocks of an unfinished line, none if it is too long; size: its bytes
     result = Problems()
     for block in _blocks(path, result, lambda: number + 1):
         head, *rest = block.split(b"\n")

@@ -207,7 +207,7 @@ FIELDS: dict[str, Field] = {
     "monteclora_config": _ignored(OBJECT, None, f"noise {_TRAINING}"),
     "velora_config": _ignored(OBJECT, None, f"compressed activations {_TRAINING}"),
     "fan_in_fan_out": _ignored(FLAG, False, "PEFT corrects it by the module's kind"),
-    "lora_dropout": _ignored(SHARE, 0.0, f"{_TRAINING}; a run that goes on with the adapter has it"),
+    "lora_dropout": _ignored(SHARE, 0.0, f"{_TRAINING}; a run that continues the adapter has it"),
     "inference_mode": _ignored(FLAG, False, _TRAINING),
     "runtime_config": _ignored(OBJECT, {"ephemeral_gpu_offload": False}, "where PEFT computes"),
     "eva_config": _ignored(OBJECT, None, "how the matrices began"),

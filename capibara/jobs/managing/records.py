@@ -1,4 +1,4 @@
-"""The jobs that were launched from here, in a SQLite database: what was begun is written down before it is done.
+"""The jobs that were launched from here, in a SQLite database: each action is recorded before it is done.
 
 A manager that is killed at any moment finds on its next start what it was about to do. The database's file is
 CAPIBARA_STATE, or jobs.sqlite in XDG_STATE_HOME/capibara (~/.local/state/capibara).

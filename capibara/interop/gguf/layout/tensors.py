@@ -88,7 +88,7 @@ class Take:
         return value if self.indices is None else np.take(value, self.indices, self.axis)
 
     def put(self, value: np.ndarray, whole: np.ndarray) -> None:
-        """Puts what was taken back."""
+        """Writes a part into the place that it was read from."""
         whole[(slice(None),) * self.axis + (self.indices if self.indices is not None else slice(None),)] = value
 
 
