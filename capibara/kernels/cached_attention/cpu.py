@@ -49,8 +49,8 @@ def attend_blocks(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: Attenti
     k_BKSH, v_BKSH, slots_R = rows.k_BKSH, rows.v_BKSH, rows.slots_R
     size, B, S = block_size(k_BKSH.shape[2]), len(q_BTNH), k_BKSH.shape[2]
     assert size is not None, "the caller has checked it"
-    seen_BS = seen.visible_BTS.any(axis=1)
-    each, blocks = _each_page(seen_BS, size), jnp.sum(seen_BS.reshape(B, S // size, size).any(axis=2))
+    seen_BM = _by_page(seen.visible_BTS, size)
+    each, blocks = _each_page(seen_BM), jnp.sum(seen_BM)
 
     def block(x_BKSH: jax.Array, row: jax.Array, entry: jax.Array) -> jax.Array:
         _, K, _, H = x_BKSH.shape
@@ -78,9 +78,11 @@ def block_size(capacity: int) -> int | None:
 
 
 def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: AttentionSpec) -> jax.Array:
-    """See dispatch.attend_pages. XLA compiles a gather to a slow scalar loop; a loop over pages is faster."""
+    """See dispatch.attend_pages. XLA compiles a gather of whole rows to a slow scalar loop; loops over pages are faster."""
+    if seen.bias_BNTS is None and pages.scales is None:
+        return _attend_in_turn(q_BTNH, pages, seen, spec)
     P = pages.keys.shape[2]
-    each = _each_page(seen.visible_BTS.any(axis=1), P)
+    each = _each_page(_by_page(seen.visible_BTS, P))
 
     def page(pool: jax.Array, slot: jax.Array, entry: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(pool, pages.table_BM[slot, entry])
@@ -88,10 +90,6 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: Attent
     def values(slot: jax.Array, entry: jax.Array) -> jax.Array:
         written_P = jax.lax.dynamic_slice(pages.written_BS, (slot, entry * P), (1, P))[0]
         return jnp.where(written_P[:, None], page(pages.values, slot, entry), 0)
-
-    if seen.bias_BNTS is None and pages.scales is None:
-        both = lambda *at: (page(pages.keys, *at), values(*at))  # noqa: E731
-        return _attend_in_turn(q_BTNH, both, each, pages.keys.shape[1], P, seen, spec)
 
     def scores(q_BKXH: jax.Array) -> jax.Array:
         capacity = pages.table_BM.shape[1] * P
@@ -101,6 +99,12 @@ def attend_pages(q_BTNH: jax.Array, pages: Pages, seen: Visibility, spec: Attent
         return _mixed_of_pages(w_BKXS, values, pages.values.shape[3], P, each)
 
     return attend_by(q_BTNH, scores, mixed, pages.keys.shape[1], seen, spec, scales_of(pages))
+
+
+def _by_page(visible_BTS: jax.Array, size: int) -> jax.Array:
+    """[B, M] bool, which pages of this size hold a token that any query sees."""
+    B, T, _ = visible_BTS.shape
+    return visible_BTS.reshape(B, T, -1, size).any(axis=(1, 3))
 
 
 Carry = TypeVar("Carry")
@@ -130,12 +134,11 @@ Part = Callable[[jax.Array, jax.Array], jax.Array]
 """part(slot, index of the page in the slot's table) -> its keys or values [1, K, P, H]."""
 
 
-def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
+def _each_page(seen_BM: jax.Array) -> Loop:
     """A loop over all pages of all slots that hold a visible token."""
-    B, M = seen_BS.shape[0], seen_BS.shape[1] // page_size
-    seen_X = seen_BS.reshape(B * M, page_size).any(axis=1)
-    (order,) = jnp.nonzero(seen_X, size=B * M, fill_value=0)
-    count, order = jnp.sum(seen_X, dtype=jnp.int32), order.astype(jnp.int32)
+    B, M = seen_BM.shape
+    (order,) = jnp.nonzero(seen_BM.reshape(-1), size=B * M, fill_value=0)
+    count, order = jnp.sum(seen_BM, dtype=jnp.int32), order.astype(jnp.int32)
 
     def loop(body: Callable[[jax.Array, jax.Array, Carry], Carry], first: Carry) -> Carry:
         return jax.lax.fori_loop(0, count, lambda i, created: body(order[i] // M, order[i] % M, created), first)
@@ -145,47 +148,63 @@ def _each_page(seen_BS: jax.Array, page_size: int) -> Loop:
 
 def _attend_in_turn(
     q_BTNH: jax.Array,
-    page: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
-    each: Loop,
-    kv_heads: int,
-    size: int,
+    pages: Pages,
     seen: Visibility,
     spec: AttentionSpec,
 ) -> jax.Array:
     """Attention that adds page after page to a softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
     Scores of whole slots would be an array as long as the longest row that may come, read several times for each token.
+    The pages that most slots have are added for all slots at once, on all cores; the rest one by one.
 
     Args:
-      q_BTNH, seen, spec: as in dispatch.attend_pages, without a bias.
-      page: (slot, index of the page in its table) -> keys and values [1, K, P, H].
-      each: the loop over the pages with a visible token.
-      kv_heads: of the cache.
-      size: tokens of a page.
+      q_BTNH, pages, seen, spec: as in dispatch.attend_pages, without a bias and scales.
     """
-    (B, T, N, H), K = q_BTNH.shape, kv_heads
+    (B, T, N, H), K, P = q_BTNH.shape, pages.keys.shape[1], pages.keys.shape[2]
     q_BKXH = jnp.moveaxis((q_BTNH * spec.scale).reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
+    seen_BM = _by_page(seen.visible_BTS, P)
 
-    def add(slot: jax.Array, entry: jax.Array, so_far: Softmax) -> Softmax:
-        k_1KPH, v_1KPH = (x.astype(q_BTNH.dtype) for x in page(slot, entry))
-        before = Softmax(*(jax.lax.dynamic_index_in_dim(x, slot) for x in so_far))
-        q_1KXH = jax.lax.dynamic_index_in_dim(q_BKXH, slot)
-        scores = jax.lax.dot_general(q_1KXH, k_1KPH, (((3,), (3,)), _BATCHED), preferred_element_type=jnp.float32)
+    def added(
+        before: Softmax, q_RKXH: jax.Array, k_RKPH: jax.Array, v_RKPH: jax.Array, visible_RTP: jax.Array
+    ) -> Softmax:
+        k_RKPH, v_RKPH = k_RKPH.astype(q_BTNH.dtype), v_RKPH.astype(q_BTNH.dtype)
+        scores = jax.lax.dot_general(q_RKXH, k_RKPH, (((3,), (3,)), _BATCHED), preferred_element_type=jnp.float32)
         if spec.soft_cap is not None:
             scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-        visible_1TP = jax.lax.dynamic_slice(seen.visible_BTS, (slot, 0, entry * size), (1, T, size))
-        scores = jnp.where(jnp.tile(visible_1TP, (1, N // K, 1))[:, None], scores, MASKED)
+        scores = jnp.where(jnp.tile(visible_RTP, (1, N // K, 1))[:, None], scores, MASKED)
         largest = jnp.maximum(before.largest, jnp.max(scores, axis=-1))
         weights, shrunk = jnp.exp(scores - largest[..., None]), jnp.exp(before.largest - largest)
         dims = (((3,), (2,)), _BATCHED)
-        values = jax.lax.dot_general(weights.astype(v_1KPH.dtype), v_1KPH, dims, preferred_element_type=jnp.float32)
-        total = before.total * shrunk + jnp.sum(weights, axis=-1)
-        new = Softmax(largest, total, before.mixed * shrunk[..., None] + values)
+        values = jax.lax.dot_general(weights.astype(v_RKPH.dtype), v_RKPH, dims, preferred_element_type=jnp.float32)
+        return Softmax(
+            largest, before.total * shrunk + jnp.sum(weights, axis=-1), before.mixed * shrunk[..., None] + values
+        )
+
+    def add_to_all(entry: jax.Array, so_far: Softmax) -> Softmax:
+        page_B = jax.lax.dynamic_index_in_dim(pages.table_BM, entry, 1, keepdims=False)
+        k_BKPH, v_BKPH = (x.at[page_B].get(mode="promise_in_bounds") for x in pages[:2])
+        tokens = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, entry * P, P, axis)  # noqa: E731
+        v_BKPH = jnp.where(tokens(pages.written_BS, 1)[:, None, :, None], v_BKPH, 0)
+        return added(so_far, q_BKXH, k_BKPH, v_BKPH, tokens(seen.visible_BTS, 2))
+
+    def add_to_one(slot: jax.Array, entry: jax.Array, so_far: Softmax) -> Softmax:
+        page = pages.table_BM[slot, entry]
+        k_1KPH, v_1KPH = (jax.lax.dynamic_index_in_dim(x, page) for x in pages[:2])
+        written_P = jax.lax.dynamic_slice(pages.written_BS, (slot, entry * P), (1, P))[0]
+        v_1KPH = jnp.where(written_P[:, None], v_1KPH, 0)
+        visible_1TP = jax.lax.dynamic_slice(seen.visible_BTS, (slot, 0, entry * P), (1, T, P))
+        before = Softmax(*(jax.lax.dynamic_index_in_dim(x, slot) for x in so_far))
+        new = added(before, jax.lax.dynamic_index_in_dim(q_BKXH, slot), k_1KPH, v_1KPH, visible_1TP)
         put = lambda old, item: jax.lax.dynamic_update_slice_in_dim(old, item, slot, axis=0)  # noqa: E731
         return Softmax(*map(put, so_far, new))
 
     shape, zeros = q_BKXH.shape[:3], jnp.zeros(q_BKXH.shape, jnp.float32)
-    result = each(add, Softmax(jnp.full(shape, MASKED), zeros[..., 0], zeros))
+    result = Softmax(jnp.full(shape, MASKED), zeros[..., 0], zeros)
+    if B > 1:
+        common = jnp.sum(jnp.cumprod(_in_most(seen_BM)), dtype=jnp.int32)
+        result = jax.lax.fori_loop(0, common, add_to_all, result)
+        seen_BM = seen_BM & (jnp.arange(seen_BM.shape[1], dtype=jnp.int32) >= common)
+    result = _each_page(seen_BM)(add_to_one, result)
     total = result.total
     if seen.sinks_N is not None:
         sinks_KX = jnp.repeat(seen.sinks_N.reshape(K, N // K), T, axis=1)
@@ -193,6 +212,15 @@ def _attend_in_turn(
     y_BKXH = result.mixed / jnp.where(total > 0, total, 1.0)[..., None]  # a free slot sees nothing
     y_BKGTH = y_BKXH.reshape(B, K, N // K, T, H)
     return jnp.moveaxis(y_BKGTH, 3, 1).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+
+
+def _in_most(seen_BM: jax.Array) -> jax.Array:
+    """[M] int32, 1 for entries of the table that so many slots see that adding them to all slots takes less time.
+
+    Measured (two cores of an AMD EPYC, 4 to 32 slots, pages of 64 and 128 tokens): a page of all slots takes 0.6 to 0.75 of the
+    time that it takes one by one.
+    """
+    return (5 * jnp.sum(seen_BM, axis=0, dtype=jnp.int32) >= 2 * len(seen_BM)).astype(jnp.int32)
 
 
 def _scores_of_pages(q_BKXH: jax.Array, keys_of: Part, capacity: int, size: int, each: Loop) -> jax.Array:
