@@ -302,6 +302,12 @@ class Model:
         """
         return self._last(params, batch, cache, is_prefill=True)
 
+    def prefill_packed(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Like `prefill`, of N prompts in one row; returns logits [N, V] after each. See ReadBatch.documents and `ends`."""
+        assert self.read is not None, _PREDICTS
+        hidden_1TD, cache = self.read(params, batch, cache, True)
+        return self.logits_of(params, hidden_1TD[:, batch["ends"]])[0], cache
+
     def resume(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Like `prefill`, for rows whose first tokens are in the cache already."""
         return self._last(params, batch, cache, is_prefill=False)

@@ -9,7 +9,7 @@ import jax
 from capibara import sharding
 from capibara.core.types import Params, UserError
 from capibara.inference.engine.beam_requests import BeamSearcher
-from capibara.inference.engine.cache.batching import PART_TOKENS, PREFILL_TOKENS, Drafts, EngineConfig
+from capibara.inference.engine.cache.batching import PART_TOKENS, PREFILL_TOKENS, CacheDtype, Drafts, EngineConfig
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import PrefixCache
 from capibara.inference.engine.placement import footprint
@@ -49,6 +49,7 @@ class EngineCore:
       pages: shared by the slots; None: each slot has memory for its whole length.
       schedule: number of tokens per step.
       reads_in_slot: whether the parts of long prompts are read into their slots.
+      packs: whether prompts of any lengths are read in one row.
       prefill_tokens: most prompt tokens to read between decode steps.
       compiler: compiles programs while others run.
       on_mesh: whether the parameters are on a mesh.
@@ -103,7 +104,8 @@ class EngineCore:
         self.reads_in_slot = self.pages is not None and mesh is None and reads_in_slot(model)
         self.prefill_tokens = config.prefill_tokens or (PART_TOKENS if self.reads_in_slot else PREFILL_TOKENS)
         most = max(self.prefill_tokens, length) if whole else self.prefill_tokens
-        batches = PromptBatches(self.adapters, length, most, whole, encoder_length is not None)
+        self.packs = self.reads_in_slot and encoder_length is None and packs(model, config)
+        batches = PromptBatches(self.adapters, length, most, whole, encoder_length is not None, self.packs)
         self.prompts = PromptPrograms(
             compiled, self.params, self.runner, batches, most, self.reads_in_slot, self.compiler
         )
@@ -245,6 +247,12 @@ def reads_in_slot(model: Model) -> bool:
     """
     plain = model.config.mixer is None and model.ahead is None and _shortest_window(model) is None
     return plain and not reads_whole(model) and sharding.platform() == "cpu"
+
+
+def packs(model: Model, config: EngineConfig) -> bool:
+    """Whether prompts can be packed into a row: latent keys and 8-bit caches are not read by documents."""
+    plain = model.config.latent is None and model.config.block_sizes is None
+    return plain and config.cache_dtype is not CacheDtype.INT8
 
 
 def reads_whole(model: Model) -> bool:

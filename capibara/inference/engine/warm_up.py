@@ -39,7 +39,7 @@ def warm_up(
       background: whether only the first are compiled here, and the others after the engine has started.
     """
     settings_of([_GREEDY])  # its random key is computed by programs, too
-    shapes = batching.prompt_shapes(config, length, encodes, core.prefill_tokens, core.reads_in_slot)
+    shapes = batching.prompt_shapes(config, length, encodes, core.prefill_tokens, core.reads_in_slot, core.packs)
     step = lambda *how: step_task(core.runner, core.params, *how)  # noqa: E731
     first, rest = [step(0)], list[Task]()
     few = [] if core.on_mesh else [step(0, size) for size in step_rows.sizes_of(config.slots)]

@@ -635,8 +635,9 @@ class Decoder(DecoderBase, Predicting):
         """
         config = self.config
         now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
-        real = now.real.astype(jnp.int32)
-        whole: dict[str, Any] = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": real}
+        if "documents" in batch:
+            now = now._replace(documents=batch["documents"], positions=layers.counted(batch["documents"]))
+        whole: dict[str, Any] = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.segments}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
             # Later tokens attend to the prefix causally.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None

@@ -24,6 +24,9 @@ class ReadBatch(TypedDict, total=False):
       counts: [B], the real tokens of each row.
       inputs: [B], of a prefill of a prefix LM: the length of the prefix; without it all tokens.
       adapters: which adapter each row has; None: no row has one.
+      documents: [B, T], of a prefill of several prompts packed into a row: their numbers, from 1; 0 for padding. `counts` are then
+        the tokens of all of them, and positions begin at 0 in each.
+      ends: [N], of one such row: where each prompt's last token is.
       encoded: [B, S, D], the encoder's output; without it the encoder reads its entries of the batch.
     """
 
@@ -31,6 +34,8 @@ class ReadBatch(TypedDict, total=False):
     counts: Required[jax.Array]
     inputs: jax.Array
     adapters: BatchAdapters | None
+    documents: jax.Array
+    ends: jax.Array
     encoded: jax.Array
     encoder_tokens: jax.Array
     encoder_segment_ids: jax.Array

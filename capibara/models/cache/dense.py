@@ -57,17 +57,24 @@ class PrefillInputs(NamedTuple):
       counts: [B] tokens to read now.
       positions: [B, T] positions of these tokens.
       is_prefill: whether the cache is empty for every row. A Python bool: it decides what is compiled.
+      documents: [B, T] numbers of the prompts that a prefill reads in one row, 0 for padding; None: one prompt a row.
     """
 
     lengths: jax.Array
     counts: jax.Array
     positions: jax.Array
     is_prefill: bool
+    documents: jax.Array | None = None
 
     @property
     def real(self) -> jax.Array:
         """[B, T] bool: True for real tokens, False for padding."""
         return jnp.arange(self.positions.shape[1], dtype=jnp.int32) < self.counts[:, None]
+
+    @property
+    def segments(self) -> jax.Array:
+        """[B, T] int32: tokens of a prefill see those of the same number, which is 0 for padding."""
+        return self.real.astype(jnp.int32) if self.documents is None else self.documents
 
 
 def prefill_inputs(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool) -> PrefillInputs:

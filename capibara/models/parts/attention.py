@@ -281,7 +281,7 @@ def attend_cached(
     if written is None:
         written = paged.write(layer, k, v, now) if in_pages else dense.write(layer, k, v, now, sinks)
     if now.is_prefill and not dense.attends_quantized_cache(layer, q):
-        segments = now.real.astype(jnp.int32)
+        segments = now.segments
         if kind.in_blocks:
             assert kind.window is not None, "the configuration checks it"
             segments = layers.blocks(segments, now.positions, kind.window)

@@ -12,6 +12,8 @@ from capibara.core.types import UserError
 SMALLEST_BUCKET = 32
 PREFILL_TOKENS, PART_TOKENS = 1024, 128
 """Prompt tokens to read between decode steps; and where parts of a prompt are read into its slot, on a CPU."""
+PACKED_PROMPTS = 8
+"""Most prompts in a row; their logits are computed for so many."""
 
 
 class WhenFull(enum.StrEnum):
@@ -179,7 +181,7 @@ def buckets(length: int) -> list[int]:
 
 
 def prompt_shapes(
-    config: EngineConfig, length: int, encoder: bool, tokens: int, in_slot: bool
+    config: EngineConfig, length: int, encoder: bool, tokens: int, in_slot: bool, packs: bool
 ) -> list[tuple[int, int, int]]:
     """(prompts read together, fewest tokens of each, whether likeliest tokens are requested) of all programs, those last.
 
@@ -188,12 +190,15 @@ def prompt_shapes(
       encoder: whether an encoder reads the prompts.
       tokens: most tokens that are read at a time.
       in_slot: whether the parts of longer prompts are read into the slot.
+      packs: whether prompts of any lengths are read in one row.
     """
     sizes = [1] if encoder else buckets(min(length, tokens) if in_slot else length)
     fewest = dict(zip(sizes, (min(2, length), *(size + 1 for size in sizes))))
     shapes = [(1, fewest[size], likeliest) for likeliest in (1, 0) for size in sizes]
+    if packs and config.slots > 1:
+        shapes += [(2, size // 2, 0) for size in sizes if size <= tokens]
     count = 2
-    while count <= config.slots:
+    while count <= config.slots and not packs:
         shapes += [(count, fewest[size], 0) for size in sizes if count * size <= tokens]
         count *= 2
     if in_slot:

@@ -19,10 +19,11 @@ class Sharing(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Tokens [n], the cache of a row that has read them, and which requests share it."""
+    """Tokens [n], the cache of a row that has read them, its bytes, and which requests share it."""
 
     tokens: np.ndarray
     row: Any
+    size: int
     sharing: Sharing = Sharing()
 
 
@@ -59,7 +60,8 @@ class PrefixCache:
 
     def keep(self, tokens: Sequence[int], row: PyTree, sharing: Sharing = Sharing()) -> None:
         """Stores a row that has read these tokens for these requests; removes entries that are its prefixes."""
-        if tree.byte_count(row) > self._max_bytes:
+        size = tree.byte_count(row)
+        if size > self._max_bytes:
             return
         new = np.asarray(tokens)
 
@@ -71,8 +73,8 @@ class PrefixCache:
             return (shorter or len(old) == len(new)) and bool((new[: len(old)] == old).all())
 
         self._entries = [entry for entry in self._entries if not replaced(entry)]
-        self._entries.append(Prefix(new, row, sharing))
-        while sum(tree.byte_count(entry.row) for entry in self._entries) > self._max_bytes:
+        self._entries.append(Prefix(new, row, size, sharing))
+        while sum(entry.size for entry in self._entries) > self._max_bytes:
             del self._entries[0]
 
     def clear(self) -> None:

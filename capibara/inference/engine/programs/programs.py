@@ -83,10 +83,13 @@ class Programs(NamedTuple):
       serving: parameters -> parameters in the layout of the others; merges adapters.
       start: () -> state with empty slots.
       prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions.
+      prefill_packed: (params, batch of n prompts in one row) -> the same, with all of them in one row of the cache.
       resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
       read: (params, state, batch of one row, slot [1], length [1], table [1, M]) -> logits [1, V], and the state with that
         row's tokens in the slot, after its first `length` ones.
       take_row: (rows of any tree, index) -> the tree of that row alone.
+      take_part: (row of packed prompts, logits [n, V], index, start, count, positions) -> the row of that prompt alone, with so many
+        positions, and its logits [1, V]; it begins at `start` and has `count` tokens.
       admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
         its next token; `next` and `history` are of one row. Row None: the slot has it already.
       step: (params, state, settings, next, count, table, alternatives, adapters, slots) -> state, and every row's next `count`
@@ -103,9 +106,11 @@ class Programs(NamedTuple):
     serving: Callable[[Params], Params]
     start: Callable[[], State]
     prefill: jax.stages.Wrapped
+    prefill_packed: jax.stages.Wrapped
     resume: jax.stages.Wrapped
     read: jax.stages.Wrapped
     take_row: jax.stages.Wrapped
+    take_part: jax.stages.Wrapped
     admit: jax.stages.Wrapped
     step: jax.stages.Wrapped
     verify: jax.stages.Wrapped
@@ -159,6 +164,9 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
     def prefill(params: Params, batch: ReadBatch) -> tuple[jax.Array, Cache]:
         return model.prefill(params, batch, empty(*batch["tokens"].shape))
 
+    def prefill_packed(params: Params, batch: ReadBatch) -> tuple[jax.Array, Cache]:
+        return model.prefill_packed(params, batch, empty(*batch["tokens"].shape))
+
     def resume(params: Params, batch: ReadBatch, row: Cache, positions: int) -> tuple[jax.Array, Cache]:
         return model.resume(params, batch, put_rows(empty(1, positions), row, jnp.int32(0)))
 
@@ -197,9 +205,11 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         serving=jit(lambda params: model.serving(adapted.merge({name: params[name] for name in adapted.axes}))),
         start=jit(start),
         prefill=jit(prefill),
+        prefill_packed=jit(prefill_packed),
         resume=jit(resume, static_argnums=3),
         read=jit(functools.partial(_read, model), donate_argnums=1),
         take_row=jit(_take_row),
+        take_part=jit(_take_part, static_argnums=5),
         admit=jit(admit, donate_argnums=0, static_argnums=8),
         step=jit(step, donate_argnums=1, static_argnums=6),
         verify=jit(verify, donate_argnums=1, static_argnums=7),
@@ -244,6 +254,18 @@ def _put(state: State, row: Cache, slot: Array, table: Array | None) -> State:
 
 def _take_row(rows: PyTree, index: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), rows)
+
+
+def _take_part(
+    row: Cache, logits_NV: Array, index: Array, start: Array, count_1: Array, positions: int
+) -> tuple[Cache, Array]:
+    def part(x: Array) -> Array:
+        # Padded: a slice that reaches beyond the end would begin earlier.
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, positions), *((0, 0),) * (x.ndim - 3)))
+        return jax.lax.dynamic_slice_in_dim(padded, start, positions, 2)
+
+    layers = tuple({name: part(x) for name, x in layer.items()} for layer in row["layers"])
+    return row | {"lengths": count_1, "layers": layers}, jax.lax.dynamic_slice_in_dim(logits_NV, index, 1)
 
 
 def _laid_out(state: State) -> State:

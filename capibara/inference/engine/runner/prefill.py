@@ -100,7 +100,7 @@ class PrefillQueue:
             if self._part is None and len(first.tokens) <= self._most:
                 group = self._next_group(first, left)
                 prompts = _distinct(group)
-                left -= len(prompts) * self._batches.size(len(first.tokens))
+                left -= self._batches.tokens_of(prompts)
                 yield from self._read_group(params, group, prompts)
                 continue
             row, known = self._part or (None, 0)
@@ -160,15 +160,14 @@ class PrefillQueue:
         return prefix.row | {"lengths": np.array([known], np.int32)}, known
 
     def _next_group(self, first: Request, left: int) -> list[Request]:
-        """Requests to read together with the first one; the number of distinct prompts is a power of two."""
-        size = self._batches.size(len(first.tokens))
-        most = max(1, min(self._together, left // size))
-        most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
+        """Requests to read together with the first one; without packing the number of distinct prompts is a power of two."""
+        most, packs = max(1, min(self._together, left // self._batches.size_of([first]))), self._batches.packs
+        most = self._together if packs else 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
         group, prefixes = [first], self.prefixes
         for request in self._waiting[1:]:
-            if self._batches.size(len(request.tokens)) != size or not self._is_compiled(request):
-                continue
             again = any(_same_prompt(request, other) for other in group)
+            if not (again or self._batches.joins(request, _distinct(group), left)) or not self._is_compiled(request):
+                continue
             if not (again or prefixes is None) and (
                 _shares(request, group) or prefixes.find(request.tokens, request.sharing)
             ):
@@ -176,9 +175,9 @@ class PrefillQueue:
             if again or len(_distinct(group)) < most:
                 group.append(request)
         prompts = _distinct(group)
-        count = 1 << (len(prompts).bit_length() - 1)
+        count = len(prompts) if packs else 1 << (len(prompts).bit_length() - 1)
         while count > 1 and not self._needed.reads_together(prompts[:count]):
-            count //= 2
+            count = count - 1 if packs else count // 2
         retained = prompts[:count]
         return [request for request in group if any(_same_prompt(request, other) for other in retained)]
 
@@ -200,19 +199,28 @@ class PrefillQueue:
             yield Prefilled(request, *row, group)
 
     def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
-        """The rows and logits of prompts of similar length, or the error of one that cannot be read."""
-        size = self._batches.size(len(prompts[0].tokens))
+        """The rows and logits of prompts that are read at once, or the error of one that cannot be read."""
+        size, packed = self._batches.size_of(prompts), self._batches.packs and len(prompts) > 1
         try:
-            batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
-            logits, rows = self.programs.prefill(params, batch)
+            if packed:
+                logits, rows = self.programs.prefill_packed(params, self._batches.packed(prompts, size))
+            else:
+                batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
+                logits, rows = self.programs.prefill(params, batch)
         except BaseException as error:
             if not is_of_request(error):
                 raise
             # One by one, to find out whose error it is.
             return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
         read: list[tuple[Any, jax.Array] | BaseException] = []
+        start = 0
         for index, request in enumerate(prompts):
-            row = (rows, logits) if len(prompts) == 1 else self.programs.take_row((rows, logits), np.int32(index))
+            if packed:
+                count, positions = len(request.tokens), self._batches.size_of([request])
+                at = np.int32(index), np.int32(start), np.array([count], np.int32)
+                row, start = self.programs.take_part(rows, logits, *at, positions), start + count
+            else:
+                row = (rows, logits) if len(prompts) == 1 else self.programs.take_row((rows, logits), np.int32(index))
             self._cache_prefix(request, row[0])
             read.append(row)
         return read

@@ -39,7 +39,7 @@ class Counted:
     """An engine's programs, which record the rows and positions that were read."""
 
     def __init__(self, engine):
-        self.prefilled, self.resumed, programs = [], [], engine.core.runner.programs
+        self.prefilled, self.resumed, self.packed, programs = [], [], [], engine.core.runner.programs
 
         def prefill(params, batch):
             self.prefilled.append(batch["tokens"].shape)
@@ -49,7 +49,11 @@ class Counted:
             self.resumed.append(batch["tokens"].shape)
             return programs.resume(params, batch, *rest)
 
-        engine.core.prefill.programs = programs._replace(prefill=prefill, resume=resume)
+        def prefill_packed(params, batch):
+            self.packed.append((batch["tokens"].shape, int(batch["documents"].max())))
+            return programs.prefill_packed(params, batch)
+
+        engine.core.prefill.programs = programs._replace(prefill=prefill, resume=resume, prefill_packed=prefill_packed)
 
 
 def test_prompts_of_one_size_are_read_together(params):
@@ -129,6 +133,51 @@ def test_parts_are_read_into_the_pages_of_their_slot(params, reading):
     assert one.pages[1] == 0
 
 
+PACKED = {
+    "rotary": {"num_kv_heads": 1},
+    "learned positions": {"positions": "learned", "max_length": LENGTH},
+    "alibi": {"positions": "alibi", "attention_sinks": "head"},
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_prompts_of_any_lengths_are_packed_into_a_row(params, kind):
+    config = dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **PACKED[kind])
+    model = api.build(config)
+    params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
+    prompts = [
+        "a",
+        "a prompt of another size",
+        "short one",
+        "a prompt of another size",
+        "and one that begins otherwise" * 2,
+    ]
+    alone = [made(params, model, slots=1).submit(prompt, GREEDY).result() for prompt in prompts]
+    together = made(params, model, slots=8, page_size=16, prefix_cache_mib=16)
+    counted = Counted(together)
+    streams = [together.submit(prompt, GREEDY) for prompt in prompts]
+    results = [stream.result() for stream in streams]
+    assert counted.packed == [((1, 96), 4)] and not counted.prefilled
+    for result, expected in zip(results, alone):
+        assert result.tokens == expected.tokens
+        each = ([piece.log_probability for piece in item.pieces] for item in (result, expected))
+        np.testing.assert_allclose(*each, atol=1e-4)
+    # What was read in a row with others is a prefix for later prompts.
+    later = together.submit(prompts[4] + "!", GREEDY).result()
+    assert later.cached_tokens >= len(prompts[4])
+    assert later.tokens == made(params, model, slots=1).submit(prompts[4] + "!", GREEDY).result().tokens
+
+
+def test_a_row_of_packed_prompts_has_a_bound(params):
+    model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None))
+    one = made(params, model, slots=16, page_size=16, prefill_tokens=64)
+    counted = Counted(one)
+    streams = [one.submit([number + 5] * 4, GREEDY) for number in range(10)]
+    streams += [one.submit([number + 5] * 30, GREEDY) for number in range(3)]
+    assert all(len(stream.result().tokens) == 6 for stream in streams)
+    assert counted.packed == [((1, 32), 8), ((1, 32), 2), ((1, 64), 2)] and counted.prefilled == [(1, 32)]
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_a_rounded_cache_gives_one_text_however_its_prompt_was_cut(params, dtype):
@@ -203,8 +252,11 @@ def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
 
 
 @pytest.mark.heavy
-def test_nothing_is_compiled_after_the_warm_up(params, caplog):
-    one = made(params, slots=2, draft_tokens=3)
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_is_compiled_after_the_warm_up(params, caplog, packed):
+    whole = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None))
+    one = made(params, whole if packed else MODEL, slots=2, draft_tokens=3, page_size=16 if packed else 0)
+    assert one.core.packs == packed
     one.warm_up()
     assert one.statistics.steps == 0
     with jax.log_compiles(), caplog.at_level("WARNING"):
