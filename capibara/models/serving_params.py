@@ -12,8 +12,6 @@ import jax
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import ParamAxes, Params, PyTree
-from capibara.kernels.matmul import dispatch as matmul
-from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.quantized import Quantization
 from capibara.models.parts.config import TransformerConfig
 
@@ -26,7 +24,7 @@ def served(config: TransformerConfig, axes: ParamAxes, params: Params, convert: 
     """The parameters in the layout that generation reads fastest.
 
     Layers are unstacked, since a program that unrolls them would copy each one out of a stack; matrices are in the
-    compute dtype. On a CPU, matrices are stored with their outputs first (`OutputFirst`). Results are the same.
+    compute dtype. Results are the same.
 
     Args:
       config: of the model.
@@ -84,11 +82,9 @@ def _of_array(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
     return sharding.constrain(_computed(config, axes, x), axes)
 
 
-def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.Array | OutputFirst, ...]:
+def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.Array, ...]:
     """Splits an array of all layers into one array per layer."""
-    turns = config.quantization is Quantization.NONE and matmul.wants_outputs_first()
-    layers = (sharding.constrain(item, axes[1:]) for item in _computed(config, axes, x))
-    return tuple(_output_first(axes[1:], layer) if turns else layer for layer in layers)
+    return tuple(sharding.constrain(item, axes[1:]) for item in _computed(config, axes, x))
 
 
 def _each_layer(config: TransformerConfig, of_all: Params) -> tuple[Params, ...]:
@@ -100,13 +96,6 @@ def _each_layer(config: TransformerConfig, of_all: Params) -> tuple[Params, ...]
 def _depth(of_all: Params | tuple) -> int:
     """The number of layers that have a module."""
     return max(map(_depth, of_all.values())) if isinstance(of_all, dict) else len(of_all)
-
-
-def _output_first(axes: Axes, x: jax.Array) -> jax.Array | OutputFirst:
-    """Stores the matrix of a projection with its outputs first; returns everything else unchanged."""
-    if axes in (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"), ("embed", "mlp")):
-        return OutputFirst.of(x, 1)
-    return OutputFirst.of(x, x.ndim - 1) if axes in (("heads", "head_dim", "embed"), ("mlp", "embed")) else x
 
 
 def _is_cast(axes: Axes) -> bool:

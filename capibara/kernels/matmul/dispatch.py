@@ -6,11 +6,10 @@ import jax
 
 from capibara import sharding
 from capibara.kernels.matmul import cpu, reference
-from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.quantized import Quantization, quantized_matmul
 
 
-def matmul(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quantization: Quantization) -> jax.Array:
+def matmul(x: jax.Array, weight: jax.Array, in_dims: int, quantization: Quantization) -> jax.Array:
     """Contracts the last `in_dims` dimensions of x with the first ones of the weight.
 
     Args:
@@ -22,8 +21,6 @@ def matmul(x: jax.Array, weight: jax.Array | OutputFirst, in_dims: int, quantiza
     Returns:
       [B, T, out ...] in x's dtype.
     """
-    if isinstance(weight, OutputFirst):
-        return weight.product(x, in_dims)
     if quantization is not Quantization.NONE:
         return quantized_matmul(x, weight, quantization, in_dims)
     way = cpu.as_matrices if _as_matrices() else reference.contracted
@@ -46,10 +43,5 @@ def _as_matrices() -> bool:
 def logits(hidden_BTD: jax.Array, head_VD: jax.Array) -> jax.Array:
     """`hidden @ head.T` [B, T, V] in float32; both operands have the same dtype."""
     if hidden_BTD.shape[1] == 1 and sharding.platform() == "cpu":
-        return cpu.logits_of_one(hidden_BTD, head_VD, in_pairs=not sharding.active())
+        return cpu.logits_of_one(hidden_BTD, head_VD)
     return reference.logits(hidden_BTD, head_VD)
-
-
-def wants_outputs_first() -> bool:
-    """Whether a program that reads few tokens at a time is faster with weights as `OutputFirst`."""
-    return sharding.platform() == "cpu" and not sharding.active()

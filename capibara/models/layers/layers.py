@@ -15,7 +15,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from capibara.core.projections import Axes, Projection
 from capibara.kernels.gate import gated
-from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.dispatch import matmul
 from capibara.kernels.matmul.quantized import Quantization
 from capibara.models.layers.quantized_weights import Blocks, Whole, frozen_matmul
@@ -79,7 +78,7 @@ def adapter_of(module: nnx.Module, name: str) -> Callable[..., jax.Array] | None
 
 def dense(
     x: jax.Array,
-    weight: jax.Array | Whole | Blocks | OutputFirst,
+    weight: jax.Array | Whole | Blocks,
     in_dims: int = 1,
     quantization: Quantization = Quantization.NONE,
     adapter: Callable[..., jax.Array] | None = None,

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
 from capibara.kernels.matmul import cpu, dispatch, reference
-from capibara.kernels.matmul.cpu import OutputFirst
 from capibara.kernels.matmul.quantized import Quantization
 from capibara.sharding import Plan
 
@@ -72,15 +71,3 @@ def test_a_weight_as_wide_as_its_input_sends_no_rows_about():
     rows = NamedSharding(mesh, P(plan.rules.batch))
     text = jax.jit(gradient).lower(weight, jax.device_put(x, rows)).compile().as_text()
     assert "all-reduce" in text and "all-to-all" not in text and "collective-permute" not in text
-
-
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 9, 33])
-@pytest.mark.parametrize("outer", [(64,), (4, 24), (63,), (16,)])
-def test_a_weight_with_its_outputs_first_gives_the_product_of_every_number_of_rows(rows, outer):
-    rng = np.random.default_rng(0)
-    x, weight = rng.normal(size=(rows, 1, 4, 8)), rng.normal(size=(4, 8, *outer))
-    turned = OutputFirst.of(jnp.asarray(weight, jnp.float32), 2)
-    got = jax.jit(matmul, static_argnums=2)(jnp.asarray(x, jnp.float32), turned, 2)
-    want = np.tensordot(x, weight, 2)
-    assert got.shape == (rows, 1, *outer) and got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
