@@ -93,8 +93,13 @@ def skip_absent_tpu() -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs across starts, in JAX_COMPILATION_CACHE_DIR or the user's cache folder."""
+    """Keeps compiled programs across starts, in JAX_COMPILATION_CACHE_DIR or the user's cache folder.
+
+    Small ones too: a resumed run reads all of its programs and compiles none. What the user's environment says of the
+    least time to compile stands.
+    """
     if not jax.config.values["jax_compilation_cache_dir"]:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         jax.config.update("jax_compilation_cache_dir", os.path.join(base, "capibara", "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,6 +1,7 @@
 """What JAX is told before it looks for devices; in child processes, which have not used it yet."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ def python(code, **environment):
     """What a new process that knows nothing of the emulated devices prints, errors included."""
     clean = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     command = [sys.executable, "-c", code]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 120}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 600}
     return subprocess.run(command, env=clean | environment, **options).stdout
 
 
@@ -64,3 +65,54 @@ def test_a_tpu_is_known_by_its_device_number(tmp_path, vendor, device, is_one):
 def test_a_platform_that_is_named_is_not_changed():
     code = "import jax; from capibara.core import devices; devices.skip_absent_tpu(); print(jax.config.jax_platforms)"
     assert python(code, JAX_PLATFORMS="cpu,tpu").split() == ["cpu,tpu"]
+
+
+# Counts what is asked of the compiler, and what the cache answers; the environment's least time to compile is the tests'.
+COUNTING = """
+import atexit, collections, os
+os.environ.pop("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", None)
+import jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition("/")[2]]))
+atexit.register(lambda: print("COMPILED", events["compile_requests_use_cache"], events["cache_hits"]))
+"""
+
+
+def compiled(output):
+    """(requests, answers of the cache) of a process."""
+    line = next((line for line in output.splitlines() if line.startswith("COMPILED ")), None)
+    assert line, output[-2000:]
+    return tuple(int(word) for word in line.split()[1:])
+
+
+def test_small_programs_are_compiled_once_for_all_processes(tmp_path):
+    code = COUNTING + (
+        "from capibara.core import devices; devices.start(2); import jax.numpy as jnp;"
+        "jnp.arange(3).sum().block_until_ready()"
+    )
+    first, second = (compiled(python(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path))) for _ in range(2))
+    assert first[0] > 0 and first[1] == 0
+    assert second == (first[0], first[0])
+
+
+def test_the_users_least_time_to_compile_stands():
+    code = "import jax; from capibara.core import devices; devices.start(1);"
+    code += "print('LEAST', jax.config.jax_persistent_cache_min_compile_time_secs)"
+    assert "LEAST 7.0" in python(code, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="7")
+
+
+@pytest.mark.heavy
+def test_a_resumed_run_compiles_nothing(tmp_path):
+    """All programs of the first process, evaluation, samples and checkpoints included, are read by the second one."""
+    flags = ["--gin_file=quickstart.gin", "--emulate=2", f"--gin.MODEL_DIR='{tmp_path / 'run'}'", "--gin.TRAIN_STEPS=8"]
+    flags += ["--gin.Checkpointing.every=4", "--gin.Evaluation.every=4", "--gin.Evaluation.max_batches=2"]
+    flags += ["--gin.BATCH_SIZE=8", "--gin.LENGTH=64", "--gin.Sampling.max_new_tokens=8"]
+    code = COUNTING + (
+        f"import sys; sys.argv = ['train', *{flags!r}];"
+        "import runpy; runpy.run_module('capibara.train', run_name='__main__')"
+    )
+    requests, answers = compiled(python(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache")))
+    assert answers < requests
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")  # as if the run had been interrupted before it
+    requests, answers = compiled(python(code, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache")))
+    assert requests == answers > 10
