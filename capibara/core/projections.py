@@ -143,8 +143,10 @@ DOWN = dataclasses.replace(UP, name="down", axes=("mlp", "embed"), result="mlp_d
 _INTO_EXPERTS = ("experts", "expert_embed", "mlp")
 EXPERT_UP = Projection(part="mlp", name="up", axes=_INTO_EXPERTS, result="expert_up")
 EXPERT_GATE = dataclasses.replace(EXPERT_UP, name="gate", reads="up", result="expert_gate")
-# The gradient of the router's weights reads it.
-EXPERT_DOWN = dataclasses.replace(EXPERT_UP, name="down", axes=("experts", "mlp", "expert_embed"), result="expert_down")
+# As of `down`: gates are factors of its inputs, so that their gradients do not read its result.
+EXPERT_DOWN = dataclasses.replace(
+    EXPERT_UP, name="down", axes=("experts", "mlp", "expert_embed"), result="expert_down", needed=False
+)
 
 SHARED_UP = Projection(part="mlp", name="shared_up", axes=("embed", "mlp"))
 SHARED_GATE = dataclasses.replace(SHARED_UP, name="shared_gate", reads="shared_up")

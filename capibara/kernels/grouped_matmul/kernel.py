@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -12,6 +12,16 @@ class StoredWeight(Protocol):
 
     def astype(self, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Its numbers, [G, K, N]."""
+
+
+class Transposed(NamedTuple):
+    """A weight that is stored with its outputs first.
+
+    Attributes:
+      w_GNK: [G, N, K].
+    """
+
+    w_GNK: jax.Array
 
 
 class GroupedKernel(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+_LANES = 128
 _WIDTH = 1024  # width of a tile of 512 rows; 10 MiB of VMEM in bfloat16, in both directions
 
 
@@ -25,5 +26,12 @@ def weight_gradient(x_MK: jax.Array, dy_MN: jax.Array, sizes_G: jax.Array, tile:
 
 
 def _tiling(tile: int, inputs: int, outputs: int, dtype: jnp.dtype) -> tuple[int, int, int]:
-    width = _WIDTH * 2 // jnp.dtype(dtype).itemsize
-    return tile, min(width, inputs), min(width, outputs)
+    largest = _WIDTH * 2 // jnp.dtype(dtype).itemsize
+    return tile, _width(inputs, largest), _width(outputs, largest)
+
+
+def _width(size: int, largest: int) -> int:
+    """The width of tiles that together exceed a size least, of at least half the largest; kernels compute whole tiles."""
+    if size <= largest:
+        return size
+    return min(range(largest, largest // 2 - 1, -_LANES), key=lambda width: -(-size // width) * width)

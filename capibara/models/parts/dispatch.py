@@ -17,12 +17,14 @@ import jax.numpy as jnp
 from capibara.core import projections
 from capibara.kernels import ragged_exchange
 from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows, row_tile
+from capibara.kernels.grouped_matmul.kernel import Transposed
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
 from capibara.models.layers import layers
 from capibara.models.layers.layers import ClampedSwiglu, Gating
 
-# up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype; up_lora and so on: their adapters.
-Weights = Mapping[str, Weight | Factors]
+# up, gate [G, D, F], down [G, F, D], up_bias, gate_bias [G, F] in the compute dtype; up_lora and so on: their adapters. As
+# `for_gathering` lays them out: gate_up [G, D, 2F] in place of up and gate.
+Weights = Mapping[str, Weight | Transposed | Factors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Layout(NamedTuple):
 
 @jax.custom_vjp
 def to_rows(x_ND: jax.Array, layout: Layout) -> jax.Array:
-    """Gathers the token of each row, [M, D]; 0 in empty rows."""
+    """Gathers the token of each row, [M, D]; of empty rows any token."""
     return _take(x_ND, layout.choice // layout.row.shape[1])
 
 
@@ -75,39 +77,48 @@ def _to_rows_forward(x_ND: jax.Array, layout: Layout) -> tuple[jax.Array, Layout
 
 def _to_rows_backward(layout: Layout, dx_MD: jax.Array) -> tuple[jax.Array, None]:
     # Both directions gather: XLA scatters a row at a time on CPU, and on TPU it sorts first.
-    dx_NkD = _take(dx_MD, layout.row).astype(jnp.float32)
-    return jnp.sum(dx_NkD, axis=1).astype(dx_MD.dtype), None
+    return from_rows(dx_MD, layout), None
 
 
 to_rows.defvjp(_to_rows_forward, _to_rows_backward)
 
 
-_Saved = tuple[jax.Array, jax.Array, Layout]
-
-
 @jax.custom_vjp
-def from_rows(y_MD: jax.Array, gates_Nk: jax.Array, layout: Layout) -> jax.Array:
-    """Sums each token's rows weighted by its gates, [N, D]; empty rows are never read."""
-    y_NkD = _take(y_MD, layout.row).astype(jnp.float32)
-    return jnp.sum(y_NkD * gates_Nk[..., None], axis=1).astype(y_MD.dtype)
+def from_rows(y_MD: jax.Array, layout: Layout) -> jax.Array:
+    """Sums each token's rows, [N, D]; empty rows are never read."""
+    return jnp.sum(_of_choices(y_MD, layout), axis=1).astype(y_MD.dtype)
 
 
-def _from_rows_forward(y_MD: jax.Array, gates_Nk: jax.Array, layout: Layout) -> tuple[jax.Array, _Saved]:
-    return from_rows(y_MD, gates_Nk, layout), (y_MD, gates_Nk, layout)
+def _from_rows_forward(y_MD: jax.Array, layout: Layout) -> tuple[jax.Array, Layout]:
+    return from_rows(y_MD, layout), layout
 
 
-def _from_rows_backward(saved: _Saved, dy_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    y_MD, gates_Nk, layout = saved
-    gates_M = _take(gates_Nk.reshape(-1), layout.choice)
-    dy_MD = _take(dy_ND, layout.choice // gates_Nk.shape[1]).astype(jnp.float32) * gates_M[:, None]
-    dgates_Nk = jnp.sum(_take(y_MD, layout.row).astype(jnp.float32) * dy_ND[:, None].astype(jnp.float32), axis=-1)
-    return dy_MD.astype(y_MD.dtype), dgates_Nk.astype(gates_Nk.dtype), None
+def _from_rows_backward(layout: Layout, dy_ND: jax.Array) -> tuple[jax.Array, None]:
+    return to_rows(dy_ND, layout), None
 
 
 from_rows.defvjp(_from_rows_forward, _from_rows_backward)
 
 
+def gates_of_rows(gates_Nk: jax.Array, layout: Layout) -> jax.Array:
+    """The gate of each row, [M, 1]; 0 in empty rows, which then get no gradient."""
+    gates_M1 = to_rows(gates_Nk.reshape(-1, 1), Layout(layout.choice, layout.row.reshape(-1, 1)))
+    return jnp.where((layout.choice < gates_Nk.size)[:, None], gates_M1, 0.0)
+
+
+def _of_choices(y_MD: jax.Array, layout: Layout) -> jax.Array:
+    """The row of each choice, [N, k, D] in float32; 0 where it has none."""
+    y_NkD = _take(y_MD, layout.row).astype(jnp.float32)
+    # A selection, not a factor: rows after the last group are undefined, and 0 times infinity is not 0.
+    return jnp.where((layout.row < len(y_MD))[..., None], y_NkD, 0.0)
+
+
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], or the last one where the index is past the end; on TPU a gather that fills is another pass."""
+    return x.at[index].get(mode="clip")
+
+
+def _take_or_0(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index], or 0 where the index is past the end."""
     return x.at[index].get(mode="fill", fill_value=0)
 
@@ -130,18 +141,44 @@ def sorted_by_expert(experts_Nk: jax.Array, num_experts: int, rows: int) -> tupl
     return Layout(choice, jnp.where(flat < num_experts, row, rows).reshape(experts_Nk.shape)), sizes
 
 
-def mlp(x: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Axes) -> jax.Array:
-    """Runs the experts' MLPs.
+def for_gathering(weights: Weights) -> dict[str, Weight | Transposed | Factors]:
+    """The weights as a TPU gathers them along D, and multiplies rows by them; frozen ones and those with adapters as they are.
+
+    Gate and up lie side by side: one product reads the rows, and their gradient is no sum of two. Down lies with its outputs
+    first: what is gathered along the last dimension is copied once more. Compiled for Qwen3 30B-A3B on v6e-64.
+    """
+    gate, up, down = (weights.get(name) for name in ("gate", "up", "down"))
+    if any(isinstance(weight, Factors) for weight in weights.values()) or not isinstance(down, jax.Array):
+        return dict(weights)
+    result: dict[str, Weight | Transposed | Factors] = {**weights, "down": Transposed(jnp.swapaxes(down, 1, 2))}
+    if isinstance(gate, jax.Array) and isinstance(up, jax.Array):
+        del result["gate"], result["up"]
+        result["gate_up"] = jnp.concatenate([gate, up], axis=2)
+    return result
+
+
+def mlp(x: jax.Array, gates: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Axes) -> jax.Array:
+    """Runs the experts' MLPs, weighted.
+
+    The gates are factors of the hidden units: of the results they would be passes of their own over wider rows, and their
+    gradient would need the results again.
 
     Args:
       x: rows of all experts.
+      gates: float32, the gate of each row.
       weights: of the experts.
       activation: of the hidden layer.
       rows: how to multiply the rows.
       axes: of the mesh.
     """
+    both: dict[str, jax.Array] = {}
+    if (gate_up := weights.get("gate_up")) is not None:
+        assert isinstance(gate_up, jax.Array)
+        both["gate"], both["up"] = jnp.split(rows.product(x, gate_up), 2, axis=-1)
 
     def dense(name: str, x: jax.Array) -> jax.Array:
+        if name in both:
+            return both[name]
         weight, adapter = weights[name], weights.get(f"{name}_lora")
         assert not isinstance(weight, Factors)
         y = rows.product(x, weight)
@@ -164,11 +201,12 @@ def mlp(x: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Ax
         h = activation.gate(layers.named(biased("gate", x), projections.EXPERT_GATE), h)
     else:
         h = activation(h)
+    h = (h.astype(jnp.float32) * gates).astype(h.dtype)
     return layers.named(dense("down", h), projections.EXPERT_DOWN)
 
 
 def _grouped_mlp(
-    x_MD: jax.Array, tokens_M1: jax.Array | None, sizes_G: jax.Array, tile: int,
+    x_MD: jax.Array, gates_M1: jax.Array, tokens_M1: jax.Array | None, sizes_G: jax.Array, tile: int,
     weights: Weights, activation: Gating, axes: Axes,
 ) -> jax.Array:  # fmt: skip
     ends, row = jnp.cumsum(sizes_G), jnp.arange(len(x_MD), dtype=jnp.int32)[:, None]
@@ -178,12 +216,12 @@ def _grouped_mlp(
         return ((row >= ends - sizes_G) & (row < ends)).astype(values_GN.dtype) @ values_GN
 
     product = lambda x, w: grouped_matmul(x, w, sizes_G, tile)  # noqa: E731
-    return mlp(x_MD, weights, activation, Rows(product, of_experts, row < ends[-1], tokens_M1), axes)
+    return mlp(x_MD, gates_M1, weights, activation, Rows(product, of_experts, row < ends[-1], tokens_M1), axes)
 
 
 def _count(weights: Weights) -> int:
     """G."""
-    return jax.tree.leaves(weights["up"])[0].shape[0]
+    return jax.tree.leaves(weights["down"])[0].shape[0]
 
 
 def dropless(
@@ -222,8 +260,9 @@ def dropless(
     tile = row_tile(N * k // parts, G)
     layout, sizes_G = sorted_by_expert(experts_Nk, G, padded_rows(N * min(k, G), tile))
     tokens_M1 = None if tokens_N1 is None else _take(tokens_N1, layout.choice // k)
-    y_MD = _grouped_mlp(to_rows(x_ND, layout), tokens_M1, sizes_G, tile, weights, activation, axes)
-    y_ND = from_rows(y_MD, gates_Nk, layout)
+    x_MD, gates_M1 = to_rows(x_ND, layout), gates_of_rows(gates_Nk, layout)
+    y_MD = _grouped_mlp(x_MD, gates_M1, tokens_M1, sizes_G, tile, weights, activation, axes)
+    y_ND = from_rows(y_MD, layout)
     return jax.lax.psum_scatter(y_ND, axes.experts, tiled=True) if axes.tokens_travel else y_ND
 
 
@@ -245,19 +284,20 @@ def _exchanged(
     def sent(rows: jax.Array) -> jax.Array:
         return ragged_exchange.exchanged(rows, R, starts_SP[me], sizes_SP[me], before_SP[me], sizes_SP[:, me], axis)
 
-    received_RD = sent(to_rows(x_ND, layout))
+    received_RD, sent_gates_R1 = sent(to_rows(x_ND, layout)), sent(gates_of_rows(gates_Nk, layout))
     # Received rows are sorted by sender, then by expert; group them by expert.
     ends = jnp.cumsum(sizes_SPG[:, me].reshape(-1))
     piece_R = jnp.sum((jnp.arange(R, dtype=jnp.int32)[:, None] >= ends).astype(jnp.int32), axis=1)
     expert_R = jnp.where(piece_R < parts * G, piece_R % G, G)
     by_expert, sizes_G = sorted_by_expert(expert_R[:, None], G, R)
     tokens_R1 = None if tokens_N1 is None else _take(sent(_take(tokens_N1, layout.choice // k)), by_expert.choice)
-    y_RD = _grouped_mlp(to_rows(received_RD, by_expert), tokens_R1, sizes_G, tile, weights, activation, axes)
+    x_RD, gates_R1 = to_rows(received_RD, by_expert), to_rows(sent_gates_R1, by_expert)
+    y_RD = _grouped_mlp(x_RD, gates_R1, tokens_R1, sizes_G, tile, weights, activation, axes)
     back = Layout(by_expert.row[:, 0], by_expert.choice[:, None])
     y_MD = ragged_exchange.exchanged(
         to_rows(y_RD, back), N * k, before_SP[:, me], sizes_SP[:, me], starts_SP[:, me], sizes_SP[me], axis
     )
-    return from_rows(y_MD, gates_Nk, layout)
+    return from_rows(y_MD, layout)
 
 
 def with_capacity(
@@ -288,10 +328,13 @@ def with_capacity(
     every = jnp.arange(B * T * k, dtype=jnp.int32)
     choice = jnp.full(M, B * T * k, jnp.int32).at[row.reshape(-1)].set(every, mode="drop")
     layout = Layout(choice, row)
-    x_MD = to_rows(x_BTD.reshape(B * T, -1), layout)
-    tokens_M1 = None if tokens_BT1 is None else _take(tokens_BT1.reshape(-1, 1), choice // k)
-    y_MD = _buffered((x_MD, tokens_M1), (B, E, C), weights, activation, axes).reshape(M, -1)
-    return from_rows(y_MD, gates_BTk.reshape(-1, k), layout).reshape(x_BTD.shape)
+    # Along time axes the devices' rows are summed, and so are the gradients of their results.
+    ours = lambda rows_MD: jnp.where((choice < B * T * k)[:, None], rows_MD, 0) if axes.time else rows_MD  # noqa: E731
+    x_MD = ours(to_rows(x_BTD.reshape(B * T, -1), layout))
+    tokens_M1 = None if tokens_BT1 is None else _take_or_0(tokens_BT1.reshape(-1, 1), choice // k)
+    gates_M1 = gates_of_rows(gates_BTk.reshape(-1, k), layout)
+    y_MD = _buffered((x_MD, gates_M1, tokens_M1), (B, E, C), weights, activation, axes).reshape(M, -1)
+    return from_rows(ours(y_MD), layout).reshape(x_BTD.shape)
 
 
 def by_expert_choice(
@@ -312,17 +355,16 @@ def by_expert_choice(
     B, T, D = x_BTD.shape
     E, C = _buffer(weights, tokens_BEC.shape[2], axes)
     missing = [(0, 0), (0, 0), (0, C - tokens_BEC.shape[2])]
-    gates_BEC = jnp.pad(gates_BEC, missing)
     if axes.time:
         tokens_BEC = tokens_BEC - T * jax.lax.axis_index(axes.time).astype(jnp.int32)
     here = (tokens_BEC >= 0) & (tokens_BEC < T)
     tokens_BEC = jnp.where(here, tokens_BEC + T * jnp.arange(B, dtype=jnp.int32)[:, None, None], B * T)
     tokens_M = jnp.pad(tokens_BEC, missing, constant_values=B * T).reshape(-1)
-    x_MD = _take(x_BTD.reshape(-1, D), tokens_M)
-    numbers_M1 = None if tokens_BT1 is None else _take(tokens_BT1.reshape(-1, 1), tokens_M)
-    y_MD = _buffered((x_MD, numbers_M1), (B, E, C), weights, activation, axes).reshape(-1, D)
-    y_MD = y_MD.astype(jnp.float32) * gates_BEC.reshape(-1, 1)
-    y_ND = jnp.zeros((B * T, D), jnp.float32).at[tokens_M].add(y_MD, mode="drop")
+    x_MD = _take_or_0(x_BTD.reshape(-1, D), tokens_M)
+    numbers_M1 = None if tokens_BT1 is None else _take_or_0(tokens_BT1.reshape(-1, 1), tokens_M)
+    gates_M1 = jnp.pad(jnp.where(here, gates_BEC, 0.0), missing).reshape(-1, 1)
+    y_MD = _buffered((x_MD, gates_M1, numbers_M1), (B, E, C), weights, activation, axes).reshape(-1, D)
+    y_ND = jnp.zeros((B * T, D), jnp.float32).at[tokens_M].add(y_MD.astype(jnp.float32), mode="drop")
     return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape)
 
 
@@ -334,13 +376,13 @@ def _buffer(weights: Weights, capacity: int, axes: Axes) -> tuple[int, int]:
 
 
 def _buffered(
-    rows: tuple[jax.Array, jax.Array | None], shape: tuple[int, int, int],
+    rows: tuple[jax.Array, jax.Array, jax.Array | None], shape: tuple[int, int, int],
     weights: Weights, activation: Gating, axes: Axes,
 ) -> jax.Array:  # fmt: skip
     """Runs buffered rows through their experts; returns those of the device's own tokens.
 
     Args:
-      rows: [M, D], and [M, 1] the tokens' numbers or None.
+      rows: [M, D], [M, 1] their gates, and [M, 1] the tokens' numbers or None.
       shape: [B, E, C] of the buffer.
       weights, activation, axes: as in `dropless`.
     """
@@ -356,7 +398,7 @@ def _buffered(
             x_BECD = jax.lax.dynamic_slice_in_dim(x_BECD, G * jax.lax.axis_index(axes.experts), G, axis=1)
         return jnp.swapaxes(x_BECD, 0, 1).reshape(G, -1, x_BECD.shape[-1])
 
-    x_GMD, tokens_GM1 = jax.tree.map(to_experts, rows)
+    x_GMD, gates_GM1, tokens_GM1 = jax.tree.map(to_experts, rows)
 
     def product(x_GMD: jax.Array, w_GDF: Weight) -> jax.Array:
         if not isinstance(w_GDF, jax.Array):
@@ -364,7 +406,7 @@ def _buffered(
         return jnp.einsum("GMD,GDF->GMF", x_GMD, w_GDF)
 
     of_experts = lambda values_GN: values_GN[:, None]  # noqa: E731
-    y_GMD = mlp(x_GMD, weights, activation, Rows(product, of_experts, True, tokens_GM1), axes)
+    y_GMD = mlp(x_GMD, gates_GM1, weights, activation, Rows(product, of_experts, True, tokens_GM1), axes)
     here = C // (jax.lax.axis_size(axes.time) if axes.time else 1)
     y_BECD = jnp.swapaxes(y_GMD.reshape(G, -1, here, y_GMD.shape[-1]), 0, 1)
     if axes.tokens_travel:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from capibara import sharding
 from capibara.core import projections
+from capibara.kernels.grouped_matmul.dispatch import lays_out_gathered
+from capibara.kernels.grouped_matmul.kernel import Transposed
 from capibara.models.adapters.lora import Adapter
 from capibara.models.adapters.lora_experts import Factors, Weight, in_compute_dtype, placed
 from capibara.models.layers import layers, usage
@@ -185,7 +187,7 @@ class MoeMLP(nnx.Module):
             name for name in (*(item.name for item in projections.EXPERTS), *_HIDDEN_BIASES) if hasattr(self, name)
         ]
         # Cast here, so that what is gathered from other devices is in the compute dtype.
-        weights: dict[str, Weight | Factors] = {
+        weights: dict[str, Weight | Transposed | Factors] = {
             name: in_compute_dtype(getattr(self, name)[...], x_BTD.dtype) for name in names
         }
         for name in names:
@@ -205,6 +207,11 @@ class MoeMLP(nnx.Module):
             return run(dispatch.Axes(), x_BTD, of_routing, weights, tokens_BT1)
         mesh, rules = current
         axes = _axes(mesh, rules, *x_BTD.shape[:2])
+        # A decode step reads its weights once, and is not to copy them.
+        in_groups = isinstance(choice, Choice) and positions_BTk is None and x_BTD.shape[1] > 1
+        gathered = any(mesh.shape[axis] > 1 for axis in rules.expert_embed) and not axes.hidden
+        if in_groups and gathered and lays_out_gathered():
+            weights = dispatch.for_gathering(weights)
         tokens = P(axes.batch or None, axes.time or None)
         placed_weights, specs = _placed(weights, mesh, axes)
         of_choice = P(axes.batch or None) if isinstance(choice, ExpertChoice) else tokens
@@ -283,12 +290,15 @@ def _placed(
     """The experts' weights for shard_map, and their partition specs."""
     experts, hidden = axes.experts or None, axes.hidden or None
     shards = int(np.prod([mesh.shape[axis] for axis in axes.hidden]))
-    of_weights: dict[str, Weight | Factors] = {}
+    of_weights: dict[str, Weight | Transposed | Factors] = {}
     specs: dict[str, P | Weight | Factors] = {}
     for name, weight in weights.items():
         down = name.startswith("down")
         if isinstance(weight, Factors):
             of_weights[name], specs[name] = weight, weight.specs(experts, hidden, hidden_inputs=down)
+            continue
+        if isinstance(weight, Transposed):
+            of_weights[name], specs[name] = weight, P(experts, None, hidden)
             continue
         spec = P(experts, hidden) if down or name in _HIDDEN_BIASES else P(experts, None, hidden)
         of_weights[name], specs[name] = placed(weight, spec, axes.hidden, shards, hidden_inputs=down)

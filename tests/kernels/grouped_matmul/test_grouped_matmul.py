@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from capibara.kernels.grouped_matmul import dispatch, reference
+from capibara.kernels.grouped_matmul import dispatch, reference, tpu
 from capibara.kernels.grouped_matmul.dispatch import padded_rows, row_tile
+from capibara.kernels.grouped_matmul.kernel import Transposed
 
 # Empty groups, groups smaller and larger than a tile, and rows that belong to none.
 SIZES = {"mixed": (0, 3, 150, 1, 70), "one": (0, 0, 224, 0, 0), "none": (0, 0, 0, 0, 0), "even": (48,) * 5}
@@ -30,8 +31,9 @@ def platform(request, monkeypatch):
 
 
 @pytest.mark.standard_promotion  # the kernels that JAX has mix dtypes
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes):
+def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes, transposed):
     rows, K, N = 240, 24, 40
     tile = row_tile(rows, len(sizes))
     assert tile == {"cpu": 16, "gpu": 16, "tpu": 128}[platform]
@@ -44,7 +46,8 @@ def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes):
         return jnp.sum(y * dy), y
 
     sizes_G = jnp.array(sizes, jnp.int32)
-    ours = functools.partial(loss, lambda x, w: dispatch.grouped_matmul(x, w, sizes_G, tile))
+    stored = lambda w: Transposed(jnp.swapaxes(w, 1, 2)) if transposed else w  # noqa: E731
+    ours = functools.partial(loss, lambda x, w: dispatch.grouped_matmul(x, stored(w), sizes_G, tile))
     theirs = functools.partial(loss, lambda x, w: reference.matmul(x, w, sizes_G, tile, transposed=False))
     (_, y), (dx, dw) = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(x, w)
     (_, want), (want_dx, want_dw) = jax.value_and_grad(theirs, (0, 1), has_aux=True)(x, w)
@@ -66,6 +69,15 @@ def test_the_reference_is_one_product_a_group(sizes):
     np.testing.assert_allclose(dx, np.concatenate([dy[g] @ m.T for g, m in zip(groups, w)]), rtol=1e-5, atol=1e-4)
     dw = reference.weight_gradient(x, dy, sizes_G, 8)
     np.testing.assert_allclose(dw, [x[g].T @ dy[g] for g in groups], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "size, width", [(768, 768), (1536, 768), (2048, 1024), (2880, 1024), (5760, 640), (14_336, 1024)]
+)
+def test_tiles_of_a_tpu_exceed_a_matrix_least(size, width):
+    """Of two halves of 768 a tile of 1024 would compute a third more."""
+    assert tpu._tiling(512, size, size, jnp.bfloat16) == (512, width, width)
+    assert tpu._tiling(512, 1536, 256, jnp.float32) == (512, 512, 256)
 
 
 COMPILE = """
@@ -115,5 +127,5 @@ def test_the_tpu_compiler_takes_experts_on_several_chips():
     results = [line.split()[1:] for line in child.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(results) == 2
     for exchanges, *kernels in results:
-        assert exchanges == "4"  # there and back, each way
+        assert exchanges == "6"  # rows and their gates there, results back, each way
         assert [kernel.rpartition("jit(")[2].strip(")") for kernel in kernels] == ["gmm", "gmm", "tgmm"]

@@ -404,6 +404,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
         pytest.param(dict(expert=4), marks=pytest.mark.heavy),
         dict(expert=4, tensor=2),
         pytest.param(dict(expert=8), marks=pytest.mark.heavy),
+        pytest.param(dict(expert=4, fsdp=2), marks=pytest.mark.heavy),
     ],
     ids=str,
 )
@@ -416,13 +417,18 @@ def test_tokens_that_travel_by_ragged_all_to_all(sizes, monkeypatch):
         return ragged_all_to_all(*args, **kwargs)
 
     monkeypatch.setattr(dispatch.jax.lax, "ragged_all_to_all", exchange)
+    as_on_tpu(monkeypatch)
+    got = on_mesh(MOE, sizes)
+    assert len(calls) == 3  # rows and their gates there, results back
+    monkeypatch.undo()
+    assert_close(got, on_one_device("dropless"))
+
+
+def as_on_tpu(monkeypatch):
+    """The path of TPUs with the products of CPUs."""
     monkeypatch.setattr(grouped_matmul.sharding, "platform", lambda: "tpu")
     product = grouped_matmul._product
     monkeypatch.setattr(grouped_matmul, "_product", lambda *args: product(*args[:-1], "cpu"))
-    got = on_mesh(MOE, sizes)
-    assert len(calls) == 2
-    monkeypatch.undo()
-    assert_close(got, on_one_device("dropless"))
 
 
 def test_layers_keep_the_experts_weights_sharded():
