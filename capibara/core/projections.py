@@ -143,7 +143,7 @@ DOWN = dataclasses.replace(UP, name="down", axes=("mlp", "embed"), result="mlp_d
 _INTO_EXPERTS = ("experts", "expert_embed", "mlp")
 EXPERT_UP = Projection(part="mlp", name="up", axes=_INTO_EXPERTS, result="expert_up")
 EXPERT_GATE = dataclasses.replace(EXPERT_UP, name="gate", reads="up", result="expert_gate")
-# As of `down`: gates are factors of its inputs, so that their gradients do not read its result.
+# As of `down`: on TPU gates are factors of its inputs, so that their gradients do not read its result.
 EXPERT_DOWN = dataclasses.replace(
     EXPERT_UP, name="down", axes=("experts", "mlp", "expert_embed"), result="expert_down", needed=False
 )

@@ -28,6 +28,11 @@ def padded_rows(rows: int, tile: int) -> int:
     return (-(-rows // tile) + 1) * tile
 
 
+def weighs_inputs() -> bool:
+    """Whether factors of a product's rows are faster at its inputs, in the pass that makes them, than at its results."""
+    return sharding.platform() != "cpu"
+
+
 def lays_out_gathered() -> bool:
     """Whether weights that devices gather for a product are laid out for it before: on TPU, whose tiles have an order."""
     return sharding.platform() == "tpu"

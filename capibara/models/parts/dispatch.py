@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from capibara.core import projections
 from capibara.kernels import ragged_exchange
-from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows, row_tile
+from capibara.kernels.grouped_matmul.dispatch import grouped_matmul, padded_rows, row_tile, weighs_inputs
 from capibara.kernels.grouped_matmul.kernel import Transposed
 from capibara.models.adapters.lora_experts import Factors, Rows, Weight, batched_matmul
 from capibara.models.layers import layers
@@ -147,7 +147,7 @@ def for_gathering(weights: Weights) -> dict[str, Weight | Transposed | Factors]:
     Gate and up lie side by side: one product reads the rows, and their gradient is no sum of two. Down lies with its outputs
     first: what is gathered along the last dimension is copied once more. Compiled for Qwen3 30B-A3B on v6e-64.
     """
-    gate, up, down = (weights.get(name) for name in ("gate", "up", "down"))
+    up, gate, down = (weights.get(item.name) for item in projections.EXPERTS)
     if any(isinstance(weight, Factors) for weight in weights.values()) or not isinstance(down, jax.Array):
         return dict(weights)
     result: dict[str, Weight | Transposed | Factors] = {**weights, "down": Transposed(jnp.swapaxes(down, 1, 2))}
@@ -160,8 +160,8 @@ def for_gathering(weights: Weights) -> dict[str, Weight | Transposed | Factors]:
 def mlp(x: jax.Array, gates: jax.Array, weights: Weights, activation: Gating, rows: Rows, axes: Axes) -> jax.Array:
     """Runs the experts' MLPs, weighted.
 
-    The gates are factors of the hidden units: of the results they would be passes of their own over wider rows, and their
-    gradient would need the results again.
+    On TPU the gates are factors of the hidden units, in a pass that is there anyway: their gradients do not need the results,
+    so that a recomputed layer has a product less. A CPU takes longer for the wider rows: there they are factors of the results.
 
     Args:
       x: rows of all experts.
@@ -201,8 +201,10 @@ def mlp(x: jax.Array, gates: jax.Array, weights: Weights, activation: Gating, ro
         h = activation.gate(layers.named(biased("gate", x), projections.EXPERT_GATE), h)
     else:
         h = activation(h)
-    h = (h.astype(jnp.float32) * gates).astype(h.dtype)
-    return layers.named(dense("down", h), projections.EXPERT_DOWN)
+    weighted = lambda rows: (rows.astype(jnp.float32) * gates).astype(rows.dtype)  # noqa: E731
+    of_hidden = weighs_inputs()
+    y = layers.named(dense("down", weighted(h) if of_hidden else h), projections.EXPERT_DOWN)
+    return y if of_hidden else weighted(y)
 
 
 def _grouped_mlp(

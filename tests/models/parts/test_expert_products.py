@@ -16,8 +16,9 @@ from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
 from capibara.models.parts import dispatch
 
 
-def test_a_recomputed_layer_does_not_need_the_results_of_experts():
-    """Gates are factors of hidden units: of nine products, forward ones recomputed, all but that of down are left."""
+def test_a_recomputed_layer_does_not_need_the_results_of_experts(monkeypatch):
+    """On TPU gates are factors of hidden units: of nine products, forward ones recomputed, all but that of down are left."""
+    as_on_tpu(monkeypatch)
     params, _, apply = functional(MOE)
     x, segments = inputs()
     target = inputs(seed=1)[0]
