@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from capibara.kernels.grouped_matmul.kernel import Transposed
 from capibara.models.layers.quantized_weights import Blocks, Whole
 
 Names = tuple[str, ...]
@@ -92,7 +93,7 @@ class Rows:
       tokens: int32, the number of each row's token among those of all devices; set if dropout needs it.
     """
 
-    product: Callable[[jax.Array, Weight], jax.Array]
+    product: Callable[[jax.Array, Weight | Transposed], jax.Array]
     of_experts: Callable[[jax.Array], jax.Array]
     real: jax.Array | bool
     tokens: jax.Array | None

@@ -402,7 +402,8 @@ def _buffered(
 
     x_GMD, gates_GM1, tokens_GM1 = jax.tree.map(to_experts, rows)
 
-    def product(x_GMD: jax.Array, w_GDF: Weight) -> jax.Array:
+    def product(x_GMD: jax.Array, w_GDF: Weight | Transposed) -> jax.Array:
+        assert not isinstance(w_GDF, Transposed), "weights are laid out for grouped products alone"
         if not isinstance(w_GDF, jax.Array):
             return batched_matmul(x_GMD, w_GDF)
         return jnp.einsum("GMD,GDF->GMF", x_GMD, w_GDF)
