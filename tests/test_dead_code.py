@@ -13,7 +13,7 @@ USED = {
     # by libraries, which call or read them: file objects, Starlette, pydantic, uvicorn, rich, Jinja, llguidance, reprlib, Grain, torch
     "readable", "special_token_ids", "bos_token_id", "eos_token_id", "seekable", "text_factory", "python_tracer_level", "set_slice", "send_400_response", "redirect_request", "disconnected", "model_config", "include_obfuscation",
     "sig", "should_exit", "main_loop", "on_broken_pipe", "globals", "maxstring", "__signature__", "__qualname__",
-    "pre_tokenizer", "normalizer", "post_processor", "niter", "min_points_per_centroid", "is_trained", "tree_flatten", "tree_unflatten", "q_sequence", "ignore_aliases",
+    "pre_tokenizer", "normalizer", "post_processor", "niter", "min_points_per_centroid", "is_trained", "tree_flatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
     "_saving", "critic", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
     "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "head_gate", "act_embed", "act_mlp", "act_vocab",

@@ -292,21 +292,15 @@ class Model:
 
         Args:
           params: parameters, or the result of `serving`.
-          batch: `tokens` [B, T], right-padded, and `counts` [B], the number of real tokens in each row (at least 1).
-            For an encoder-decoder also the encoder's entries. For a prefix LM optionally `inputs` [B], the length of
-            the prefix that is attended in both directions. Optionally `adapters`, the unmerged adapter of each row.
+          batch: `tokens` [B, T], right-padded, and `counts` [B], the number of real tokens in each row (at least 1); for
+            an encoder-decoder also the encoder's entries. With `documents` and `ends` a row has several prompts, and the
+            logits are those after each. See ReadBatch for `inputs` and `adapters`, which may be left out.
           cache: made by `start_cache`.
 
         Returns:
           Logits [B, V] in float32 after each row's last token, and the updated cache.
         """
         return self._last(params, batch, cache, is_prefill=True)
-
-    def prefill_packed(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Like `prefill`, of N prompts in one row; returns logits [N, V] after each. See ReadBatch.documents and `ends`."""
-        assert self.read is not None, _PREDICTS
-        hidden_1TD, cache = self.read(params, batch, cache, True)
-        return self.logits_of(params, hidden_1TD[:, batch["ends"]])[0], cache
 
     def resume(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
         """Like `prefill`, for rows whose first tokens are in the cache already."""
@@ -328,6 +322,7 @@ class Model:
     def _last(self, params: Params, batch: ReadBatch, cache: Cache, *, is_prefill: bool) -> tuple[jax.Array, Cache]:
         assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, is_prefill)
+        hidden = hidden[0, batch["ends"], None] if "ends" in batch else hidden
         if hidden.shape[1] > 1:
             last_B11 = (jnp.asarray(batch["counts"]) - 1)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last_B11, axis=1)

@@ -164,28 +164,12 @@ def _attend_in_turn(
     q_BKXH = jnp.moveaxis((q_BTNH * spec.scale).reshape(B, T, K, N // K, H), 1, 3).reshape(B, K, -1, H)
     seen_BM = _by_page(seen.visible_BTS, P)
 
-    def added(
-        before: Softmax, q_RKXH: jax.Array, k_RKPH: jax.Array, v_RKPH: jax.Array, visible_RTP: jax.Array
-    ) -> Softmax:
-        k_RKPH, v_RKPH = k_RKPH.astype(q_BTNH.dtype), v_RKPH.astype(q_BTNH.dtype)
-        scores = jax.lax.dot_general(q_RKXH, k_RKPH, (((3,), (3,)), _BATCHED), preferred_element_type=jnp.float32)
-        if spec.soft_cap is not None:
-            scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-        scores = jnp.where(jnp.tile(visible_RTP, (1, N // K, 1))[:, None], scores, MASKED)
-        largest = jnp.maximum(before.largest, jnp.max(scores, axis=-1))
-        weights, shrunk = jnp.exp(scores - largest[..., None]), jnp.exp(before.largest - largest)
-        dims = (((3,), (2,)), _BATCHED)
-        values = jax.lax.dot_general(weights.astype(v_RKPH.dtype), v_RKPH, dims, preferred_element_type=jnp.float32)
-        return Softmax(
-            largest, before.total * shrunk + jnp.sum(weights, axis=-1), before.mixed * shrunk[..., None] + values
-        )
-
     def add_to_all(entry: jax.Array, so_far: Softmax) -> Softmax:
         page_B = jax.lax.dynamic_index_in_dim(pages.table_BM, entry, 1, keepdims=False)
         k_BKPH, v_BKPH = (x.at[page_B].get(mode="promise_in_bounds") for x in pages[:2])
         tokens = lambda x, axis: jax.lax.dynamic_slice_in_dim(x, entry * P, P, axis)  # noqa: E731
         v_BKPH = jnp.where(tokens(pages.written_BS, 1)[:, None, :, None], v_BKPH, 0)
-        return added(so_far, q_BKXH, k_BKPH, v_BKPH, tokens(seen.visible_BTS, 2))
+        return _added(so_far, q_BKXH, k_BKPH, v_BKPH, tokens(seen.visible_BTS, 2), spec)
 
     def add_to_one(slot: jax.Array, entry: jax.Array, so_far: Softmax) -> Softmax:
         page = pages.table_BM[slot, entry]
@@ -194,7 +178,7 @@ def _attend_in_turn(
         v_1KPH = jnp.where(written_P[:, None], v_1KPH, 0)
         visible_1TP = jax.lax.dynamic_slice(seen.visible_BTS, (slot, 0, entry * P), (1, T, P))
         before = Softmax(*(jax.lax.dynamic_index_in_dim(x, slot) for x in so_far))
-        new = added(before, jax.lax.dynamic_index_in_dim(q_BKXH, slot), k_1KPH, v_1KPH, visible_1TP)
+        new = _added(before, jax.lax.dynamic_index_in_dim(q_BKXH, slot), k_1KPH, v_1KPH, visible_1TP, spec)
         put = lambda old, item: jax.lax.dynamic_update_slice_in_dim(old, item, slot, axis=0)  # noqa: E731
         return Softmax(*map(put, so_far, new))
 
@@ -212,6 +196,33 @@ def _attend_in_turn(
     y_BKXH = result.mixed / jnp.where(total > 0, total, 1.0)[..., None]  # a free slot sees nothing
     y_BKGTH = y_BKXH.reshape(B, K, N // K, T, H)
     return jnp.moveaxis(y_BKGTH, 3, 1).reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+
+
+def _added(
+    before: Softmax,
+    q_RKXH: jax.Array,
+    k_RKPH: jax.Array,
+    v_RKPH: jax.Array,
+    visible_RTP: jax.Array,
+    spec: AttentionSpec,
+) -> Softmax:
+    """The softmax of R slots with a page of each; X counts the queries of a key/value head, their tokens last."""
+    k_RKPH, v_RKPH, groups = (
+        k_RKPH.astype(q_RKXH.dtype),
+        v_RKPH.astype(q_RKXH.dtype),
+        q_RKXH.shape[2] // visible_RTP.shape[1],
+    )
+    scores = jax.lax.dot_general(q_RKXH, k_RKPH, (((3,), (3,)), _BATCHED), preferred_element_type=jnp.float32)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    scores = jnp.where(jnp.tile(visible_RTP, (1, groups, 1))[:, None], scores, MASKED)
+    largest = jnp.maximum(before.largest, jnp.max(scores, axis=-1))
+    weights, shrunk = jnp.exp(scores - largest[..., None]), jnp.exp(before.largest - largest)
+    dims = (((3,), (2,)), _BATCHED)
+    values = jax.lax.dot_general(weights.astype(v_RKPH.dtype), v_RKPH, dims, preferred_element_type=jnp.float32)
+    return Softmax(
+        largest, before.total * shrunk + jnp.sum(weights, axis=-1), before.mixed * shrunk[..., None] + values
+    )
 
 
 def _in_most(seen_BM: jax.Array) -> jax.Array:

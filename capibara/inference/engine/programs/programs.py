@@ -82,8 +82,8 @@ class Programs(NamedTuple):
     Attributes:
       serving: parameters -> parameters in the layout of the others; merges adapters.
       start: () -> state with empty slots.
-      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions.
-      prefill_packed: (params, batch of n prompts in one row) -> the same, with all of them in one row of the cache.
+      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions;
+        of n prompts that are packed into a row, the cache of that row.
       resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
       read: (params, state, batch of one row, slot [1], length [1], table [1, M]) -> logits [1, V], and the state with that
         row's tokens in the slot, after its first `length` ones.
@@ -106,7 +106,6 @@ class Programs(NamedTuple):
     serving: Callable[[Params], Params]
     start: Callable[[], State]
     prefill: jax.stages.Wrapped
-    prefill_packed: jax.stages.Wrapped
     resume: jax.stages.Wrapped
     read: jax.stages.Wrapped
     take_row: jax.stages.Wrapped
@@ -164,9 +163,6 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
     def prefill(params: Params, batch: ReadBatch) -> tuple[jax.Array, Cache]:
         return model.prefill(params, batch, empty(*batch["tokens"].shape))
 
-    def prefill_packed(params: Params, batch: ReadBatch) -> tuple[jax.Array, Cache]:
-        return model.prefill_packed(params, batch, empty(*batch["tokens"].shape))
-
     def resume(params: Params, batch: ReadBatch, row: Cache, positions: int) -> tuple[jax.Array, Cache]:
         return model.resume(params, batch, put_rows(empty(1, positions), row, jnp.int32(0)))
 
@@ -205,7 +201,6 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         serving=jit(lambda params: model.serving(adapted.merge({name: params[name] for name in adapted.axes}))),
         start=jit(start),
         prefill=jit(prefill),
-        prefill_packed=jit(prefill_packed),
         resume=jit(resume, static_argnums=3),
         read=jit(functools.partial(_read, model), donate_argnums=1),
         take_row=jit(_take_row),

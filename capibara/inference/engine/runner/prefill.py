@@ -17,7 +17,7 @@ from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
-from capibara.models.api import capacity
+from capibara.models.api import Cache, capacity
 
 
 class PrefillQueue:
@@ -202,32 +202,39 @@ class PrefillQueue:
         """The rows and logits of prompts that are read at once, or the error of one that cannot be read."""
         size, packed = self._batches.size_of(prompts), self._batches.packs and len(prompts) > 1
         try:
-            if packed:
-                logits, rows = self.programs.prefill_packed(params, self._batches.packed(prompts, size))
-            else:
-                batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
-                logits, rows = self.programs.prefill(params, batch)
+            each = [request.tokens for request in prompts]
+            batch = self._batches.packed(prompts, size) if packed else self._batches.batch(prompts, each, size)
+            logits, rows = self.programs.prefill(params, batch)
         except BaseException as error:
             if not is_of_request(error):
                 raise
             # One by one, to find out whose error it is.
             return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
-        read: list[tuple[Any, jax.Array] | BaseException] = []
-        start = 0
-        for index, request in enumerate(prompts):
-            if packed:
-                count, positions = len(request.tokens), self._batches.size_of([request])
-                at = np.int32(index), np.int32(start), np.array([count], np.int32)
-                row, start = self.programs.take_part(rows, logits, *at, positions), start + count
-            else:
-                row = (rows, logits) if len(prompts) == 1 else self.programs.take_row((rows, logits), np.int32(index))
-            self._cache_prefix(request, row[0])
-            read.append(row)
-        return read
+        read = (
+            [(rows, logits)] if len(prompts) == 1 else _row_of_each(self.programs, self._batches, prompts, rows, logits)
+        )
+        for request, (row, _) in zip(prompts, read):
+            self._cache_prefix(request, row)
+        return [*read]
 
     def _cache_prefix(self, request: Request, row: PyTree) -> None:
         if self.prefixes:
             self.prefixes.keep(request.tokens, row, request.sharing)
+
+
+def _row_of_each(
+    programs: Programs, batches: PromptBatches, prompts: list[Request], rows: Cache, logits: jax.Array
+) -> list[tuple[Any, jax.Array]]:
+    """The rows and logits of prompts that were read together: in a row each, or packed into one."""
+    if not batches.packs:
+        return [programs.take_row((rows, logits), np.int32(index)) for index in range(len(prompts))]
+    counts = [len(request.tokens) for request in prompts]
+    starts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
+    sizes = [batches.size_of([request]) for request in prompts]
+    return [
+        programs.take_part(rows, logits, np.int32(index), start, np.array([count], np.int32), size)
+        for index, (start, count, size) in enumerate(zip(starts, counts, sizes))
+    ]
 
 
 def _same_prompt(first: Request, other: Request) -> bool:

@@ -82,7 +82,7 @@ class PromptPrograms:
 
     def _compile_packed(self, requests: Sequence[Request], size: int) -> None:
         batch, count_1 = self._batches.packed(requests, size), np.ones(1, np.int32)
-        logits, row = compiled_outputs(self._programs.prefill_packed, self._params.current, batch)
+        logits, row = compiled_outputs(self._programs.prefill, self._params.current, batch)
         for positions in buckets(size):
             take = self._programs.take_part
             compiled_outputs(take, row, logits, np.int32(0), np.int32(0), count_1, positions)

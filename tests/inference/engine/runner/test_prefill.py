@@ -42,18 +42,18 @@ class Counted:
         self.prefilled, self.resumed, self.packed, programs = [], [], [], engine.core.runner.programs
 
         def prefill(params, batch):
-            self.prefilled.append(batch["tokens"].shape)
+            shape = batch["tokens"].shape
+            if "documents" in batch:
+                self.packed.append((shape, int(batch["documents"].max())))
+            else:
+                self.prefilled.append(shape)
             return programs.prefill(params, batch)
 
         def resume(params, batch, *rest):
             self.resumed.append(batch["tokens"].shape)
             return programs.resume(params, batch, *rest)
 
-        def prefill_packed(params, batch):
-            self.packed.append((batch["tokens"].shape, int(batch["documents"].max())))
-            return programs.prefill_packed(params, batch)
-
-        engine.core.prefill.programs = programs._replace(prefill=prefill, resume=resume, prefill_packed=prefill_packed)
+        engine.core.prefill.programs = programs._replace(prefill=prefill, resume=resume)
 
 
 def test_prompts_of_one_size_are_read_together(params):
