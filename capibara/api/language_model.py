@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from capibara.api import verbs
-from capibara.api.scored_model import ScoredModel
+from capibara.api.scored_model import Adapting, LoadsAdapters, ScoredModel
 from capibara.cli.composition import models
 from capibara.core.fields import did_you_mean, short
 from capibara.core.types import UserError
@@ -38,7 +38,7 @@ Message = Mapping[str, Any]
 _ALIASES = {"max_tokens": "max_new_tokens"}
 
 
-class LanguageModel(ScoredModel):
+class LanguageModel(ScoredModel, LoadsAdapters):
     """A model that is ready to use; made by `capibara.load`.
 
     Attributes:
@@ -59,9 +59,11 @@ class LanguageModel(ScoredModel):
         batching: EngineConfig = EngineConfig(),
         base: str | None = None,
         changes: Sequence[str] = (),
+        adapting: Adapting = Adapting(),
     ):
         self.loaded, self.trainer, self.path, self.base = loaded, trainer, loaded.path, base
-        self.template, self._batching, self.changes = template, batching, tuple(changes)
+        self.template, self._batching, self.adapting = template, batching, adapting
+        self.changes = tuple(changes)
 
     def __repr__(self) -> str:
         config, model = type(self.config).__name__, self.model
@@ -191,7 +193,7 @@ class LanguageModel(ScoredModel):
         loaded, dataset = self.loaded, self.loaded.dataset
         return Engine(
             loaded.model, loaded.params, loaded.tokenizer, dataset.length, self._batching, dataset.encoder_length,
-            adapters=loaded.adapters,
+            adapters=loaded.adapters, adapter_slots=self.adapting.slots,
         )  # fmt: skip
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Opens a model by its path or name: `capibara.load`."""
+"""Opens a model by its path or name, with adapters beside it: `capibara.load`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from capibara.api.scored_model import Adapting
 from capibara.api.stored import path_of
+from capibara.checkpoints.policy import Checkpointing
 from capibara.cli.composition import models, pretrained
 from capibara.core.fields import short
 from capibara.core.types import PyTree, UserError
+from capibara.loading import adapters as beside
+from capibara.loading.adapters import Adapters
 
 if TYPE_CHECKING:
     from capibara.api.language_model import LanguageModel
     from capibara.inference.engine.placement.serving_mesh import ServingMesh
+    from capibara.interop.open_model import LoadedModel
     from capibara.models.api import Model, TransformerConfig
     from capibara.sharding import Plan
     from capibara.training.trainer import Trainer
@@ -26,6 +31,7 @@ def load(
     bindings: Sequence[str] = (),
     search_paths: Sequence[str] = (),
     *,
+    adapters: Adapters | None = None,
     base: str | None = None,
     dtype: str | None = None,
     mesh: ServingMesh | None = None,
@@ -39,6 +45,7 @@ def load(
       path: a run folder, a Hugging Face folder, a .gguf file, a folder of PEFT, whose adapters are merged into their base, or the
         name of a model on the Hugging Face Hub (OWNER/NAME).
       gin_files, bindings, search_paths: they change the model's own configuration, such as "Dataset.length = 4096".
+      adapters: unmerged ones, which requests name, and folders of further ones; None: those that Gin configures.
       base: path of an adapter's base; None: the one that it names.
       dtype: in which the model computes, such as "bfloat16"; None: float32 on a CPU, else bfloat16; a run's own.
       mesh: how the parameters lie on the devices, such as capibara.ServingMesh(tensor=4); None: on one device.
@@ -69,10 +76,20 @@ def load(
             trust=trust,
             change=_in_dtype(dtype),
         )
+        loaded, adapting = _adapting(loaded, adapters)
         template, batching = models.chatting(trainer.dataset)
     options = {"step": step, "weights": weights, "gin_files": gin_files or None, "bindings": bindings or None}
     changes = tuple(f"{name}={short(value)}" for name, value in options.items() if value is not None)
-    return LanguageModel(loaded, trainer, template=template, batching=batching, base=base, changes=changes)
+    return LanguageModel(
+        loaded, trainer, template=template, batching=batching, base=base, changes=changes, adapting=adapting
+    )
+
+
+def _adapting(loaded: LoadedModel, settings: Adapters | None) -> tuple[LoadedModel, Adapting]:
+    """A model with adapters beside it, and how further ones are loaded; None: as Gin configures."""
+    settings = models.adapter_settings() if settings is None else settings
+    loaded = beside.attached(loaded, settings, Checkpointing())
+    return loaded, Adapting(models.adapter_slots(settings), models.adapter_folders(loaded, settings))
 
 
 def model_config(path: str | os.PathLike[str]) -> TransformerConfig:

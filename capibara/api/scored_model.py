@@ -1,9 +1,10 @@
-"""The numbers that a model has for texts: logits, embeddings, and how probable they are."""
+"""What a loaded model has besides texts: numbers (logits, embeddings, how probable a text is), and adapters."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,8 +14,63 @@ from capibara.core.types import Params, UserError
 from capibara.data.tokenizers.decoder_start import start_id
 from capibara.data.tokenizers.vocabulary import Vocabulary
 from capibara.evaluation.scoring import Pair, Scorer
+from capibara.inference.engine.engine import Engine
+from capibara.inference.engine.requests.adapters import AdapterSlots
 from capibara.interop.open_model import LoadedModel
+from capibara.loading.adapter_folders import AdapterFolders
 from capibara.models.api import Head, Model, TransformerConfig
+
+
+class Adapting(NamedTuple):
+    """How adapters are loaded while a model generates.
+
+    Attributes:
+      slots: room for them.
+      folders: reads them; None: none can be loaded.
+    """
+
+    slots: AdapterSlots = AdapterSlots()
+    folders: AdapterFolders | None = None
+
+
+class LoadsAdapters:
+    """A model whose engine has room for adapters.
+
+    Attributes:
+      adapting: how they are loaded.
+    """
+
+    adapting: Adapting
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that generates."""
+        raise NotImplementedError
+
+    def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
+        """Loads an adapter, which `generate` and clients of a server name from then on; texts go on meanwhile.
+
+        Args:
+          name: of the adapter.
+          path: a PEFT folder, or a run folder with adapters, in one of `Adapters.folders` of `load`.
+          replace: whether it may replace one of its name; texts that use that go on with it.
+
+        Raises:
+          UserError: it is not there, cannot be read, is of another model, or there is no room for it.
+        """
+        if self.adapting.folders is None:
+            raise UserError(
+                f"adapter {name!r} is not loaded: name its folder, cb.load(..., adapters=cb.Adapters(folders=(DIR,)))"
+            )
+        try:
+            adapter = self.adapting.folders.read(name, path)
+        except (FileNotFoundError, PermissionError) as error:
+            raise UserError(str(error)) from None
+        self.engine.adapters.load(adapter, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter; texts that use it go on. Raises UserError if there is none of this name."""
+        self.engine.adapters.unload(name)
 
 
 class ScoredModel:

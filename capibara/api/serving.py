@@ -72,9 +72,12 @@ def _served(
     from capibara.inference.server.service.service import Served
     from capibara.models.api import Head
 
+    folders = model.adapting.folders
     data, scores = model.loaded.dataset, model.config.head is Head.SCORE
     if scores:
-        serving.check_scores(None if search is None else search.index, takes, name)
+        serving.check_scores(
+            None if search is None else search.index, takes, name, () if folders is None else folders.roots
+        )
     serving.check_texts(sampling, takes, search)
     talk = chat.of_served(data, model.template)
     return Served(
@@ -85,7 +88,7 @@ def _served(
         data.encoder_length,
         name,
         sampling,
-        adapters=() if scores else model.engine.adapters,
+        read_adapter=None if scores or folders is None else folders.read,
         scorer=model.scorer if scores else None,
         judge=models.reward_model(takes.thinking, "the reward model"),
         tool=None if search is None else retrieving.search_of(search, talk),

@@ -16,7 +16,7 @@ examples:
   python -m capibara.serve --model_dir=runs/finetune/adapted
   python -m capibara.serve --model=SmolLM2-135M-Instruct.gguf --gin.EngineConfig.slots=16
   python -m capibara.serve --model_dir=runs/reward --name=judge
-  python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter=coder=runs/coder
+  python -m capibara.serve --model=base --adapter=poet=peft/poet --adapter_folder=peft
   python -m capibara.serve --model=Qwen3-0.6B --index=data/docs
   python -m capibara.serve --model=Qwen3-0.6B --gin.ServerConfig.thinking='@SelfConsistency()'
   {_KEY}=... python -m capibara.serve --model_dir=runs/finetune/adapted --host=0.0.0.0 --gin.ServerConfig.queue=200
@@ -35,6 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = flags.ArgumentParser("capibara serve", _DESCRIPTION)
     flags.add_model(parser)
     flags.add_adapters(parser)
+    parser.add_argument(
+        "--adapter_folder",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="let clients load adapters of this folder (POST /v1/load_lora_adapter); repeatable",
+    )
     parser.add_argument("--name", metavar="NAME", help="the model's name for clients; default: the folder's name")
     parser.add_argument(
         "--index", metavar="DIR", help="an index of capibara prepare index, which the model searches in chats"

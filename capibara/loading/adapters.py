@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -29,11 +30,29 @@ class Adapters:
 
     Attributes:
       paths: (name, folder) pairs: a PEFT folder, or a run folder with adapters, whose base is the model.
+      folders: in which a server's clients may name adapters to load; empty: they may load none.
+      slots: most adapters that are loaded so at a time, besides those of `paths`.
+      rank: the largest rank of those adapters.
+      targets: patterns of the weights that they may change, as in `Lora`.
+      max_mib: largest size of the folder of such an adapter.
     """
 
     paths: tuple[tuple[str, str], ...] = ()
+    folders: tuple[str, ...] = ()
+    slots: int = 4
+    rank: int = 16
+    targets: tuple[str, ...] = ("all-linear",)
+    max_mib: int = 2048
 
     def __post_init__(self) -> None:
+        for field in ("slots", "rank", "max_mib"):
+            if getattr(self, field) < 1:
+                raise UserError(f"Adapters.{field} is {getattr(self, field)}, must be at least 1")
+        if not self.targets:
+            raise UserError('Adapters.targets is empty: try ("all-linear",)')
+        for folder in self.folders:
+            if not folder or not os.path.isdir(folder):
+                raise UserError(f"Adapters.folders has {folder!r}, must be folders on this machine: try 'adapters'")
         names = [name for name, _ in self.paths]
         for name, path in self.paths:
             if not name or not path:
@@ -69,8 +88,13 @@ def attached(
         if name == base or names.count(name) > 1:
             other = "the model" if name == base else "another adapter"
             raise UserError(f"--adapter={name}=... has the name of {other}: use another name")
-    result = tuple(_read(name, path, loaded, checkpointing) for name, path in pairs)
-    return dataclasses.replace(loaded, adapters=result, paths=dict(pairs))
+    result = []
+    for name, path in pairs:
+        try:
+            result.append(read(name, path, loaded, checkpointing))
+        except UserError as error:
+            raise UserError(f"--adapter={name}={path}: {error}") from None
+    return dataclasses.replace(loaded, adapters=tuple(result), paths=dict(pairs))
 
 
 def _parsed(text: str) -> tuple[str, str]:
@@ -80,13 +104,11 @@ def _parsed(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _read(name: str, path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> Adapter:
-    try:
-        result = Adapter(name, *_values(path, loaded, checkpointing))
-        unmerged.check(loaded.model, result)
-        _tell_own_tokenizer(name, path, loaded)
-    except UserError as error:
-        raise UserError(f"--adapter={name}={path}: {error}") from None
+def read(name: str, path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> Adapter:
+    """The adapter of a folder; arguments and errors as for `attached`. Without parameters, those that need their base are refused."""
+    result = Adapter(name, *_values(path, loaded, checkpointing))
+    unmerged.check(loaded.model, result)
+    _tell_own_tokenizer(name, path, loaded)
     return result
 
 
@@ -94,7 +116,8 @@ def _values(path: str, loaded: LoadedModel, checkpointing: Checkpointing) -> tup
     model = loaded.model
     if peft_runs.is_adapter(path):
         model_type = hf_config.to_hf(model.config, loaded.like)["model_type"]
-        return peft.read_peft(path, model, model_type, peft_runs.weights(loaded.params, model, model_type))
+        weights = peft_runs.weights(loaded.params, model, model_type) if loaded.params else None
+        return peft.read_peft(path, model, model_type, weights)
     if not run_folder.is_run(path):
         raise UserError(f"it is neither a PEFT folder ({peft.CONFIG}) nor a run folder: name one of the two")
     how = checkpointing if loaded.training is None else loaded.training.checkpointing

@@ -18,12 +18,14 @@ from capibara.data.tokenizers.vocabulary import SentencePieceVocabulary, Tokeniz
 from capibara.evaluation import subject
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.placement.serving_mesh import ServingMesh
+from capibara.inference.engine.requests.adapters import AdapterSlots
 from capibara.inference.interactive import chat
 from capibara.inference.thinking.answering import Thinker
 from capibara.inference.thinking.reward_model import RewardModel, check_head
 from capibara.inference.thinking.strategy import Strategy
 from capibara.interop.open_model import LoadedModel
 from capibara.loading import adapters, opening
+from capibara.loading.adapter_folders import AdapterFolders
 from capibara.models.api import Head, Model, TransformerConfig
 from capibara.sharding import Plan
 from capibara.training import run_folder
@@ -110,11 +112,13 @@ def with_adapters(loaded: LoadedModel, flags: Sequence[str], base: str | None = 
       flags: of the command line.
       base: the name of the model itself in requests; None: it has none.
     """
-    configured = config.build(adapters.Adapters)
-    is_run = loaded.training is not None  # which records how its own adapters are read
-    is_used = bool(configured.paths or flags) and not is_run
-    how = config.build(Checkpointing) if is_used else Checkpointing()
-    return adapters.attached(loaded, configured, how, flags, base)
+    settings = config.build(adapters.Adapters)
+    return adapters.attached(loaded, settings, _checkpointing(loaded, settings.paths or flags), flags, base)
+
+
+def _checkpointing(loaded: LoadedModel, is_used: object) -> Checkpointing:
+    """How adapters of runs are read; a model that is a run records it."""
+    return config.build(Checkpointing) if is_used and loaded.training is None else Checkpointing()
 
 
 def load_served(args: Arguments, base: str | None = None) -> LoadedModel:
@@ -133,7 +137,25 @@ def load_served(args: Arguments, base: str | None = None) -> LoadedModel:
     return with_adapters(loaded, args.adapter, base)
 
 
-def engine_of(loaded: LoadedModel, batching: EngineConfig, length: int | None = None) -> Engine:
+def adapter_settings(flags: Sequence[str] = ()) -> adapters.Adapters:
+    """The adapters that Gin configures, with the folders of --adapter_folder."""
+    configured = config.build(adapters.Adapters)
+    return dataclasses.replace(configured, folders=(*configured.folders, *flags))
+
+
+def adapter_slots(settings: adapters.Adapters) -> AdapterSlots:
+    """Room for the adapters that clients of a server load."""
+    return AdapterSlots(settings.slots if settings.folders else 0, settings.rank, settings.targets)
+
+
+def adapter_folders(loaded: LoadedModel, settings: adapters.Adapters) -> AdapterFolders | None:
+    """What reads the adapters that clients of a server load; None: they load none."""
+    return AdapterFolders(loaded, settings, _checkpointing(loaded, True)) if settings.folders else None
+
+
+def engine_of(
+    loaded: LoadedModel, batching: EngineConfig, length: int | None = None, slots: AdapterSlots = AdapterSlots()
+) -> Engine:
     """An engine that takes over a model's parameters, with slots of `length` tokens; None: of Dataset.length."""
     return Engine(
         loaded.model,
@@ -144,6 +166,7 @@ def engine_of(loaded: LoadedModel, batching: EngineConfig, length: int | None = 
         loaded.dataset.encoder_length,
         donate=True,
         adapters=loaded.adapters,
+        adapter_slots=slots,
     )
 
 

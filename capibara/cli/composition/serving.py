@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 
 from capibara import config
 from capibara.cli.arguments.flags import Arguments
@@ -39,8 +40,9 @@ def load(args: Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
     name = args.name or os.path.basename(path).removesuffix(".gguf")
     loaded = models.load_served(args, name)
     takes = config.build(ServerConfig)
+    further = models.adapter_settings(args.adapter_folder)
     if loaded.model.config.head is Head.SCORE:
-        check_scores(args.index, takes, name)
+        check_scores(args.index, takes, name, further.folders)
         return _reward_model(loaded, name), takes
     sampling, batching = config.build(Sampling), config.build(EngineConfig)
     data, vocabulary = loaded.dataset, loaded.tokenizer
@@ -52,14 +54,16 @@ def load(args: Arguments, *, first: bool = True) -> tuple[Served, ServerConfig]:
     config.check_used()
     judge = models.reward_model(takes.thinking, "the reward model") if first else None
     tool = None if search is None or not first else retrieving.search_of(search, talk)
+    check_folders(further.folders)
+    folders = models.adapter_folders(loaded, further)
     length, batching = served_rows(loaded, batching)
-    engine = models.engine_of(loaded, batching, length)
+    engine = models.engine_of(loaded, batching, length, models.adapter_slots(further))
     if takes.warm_up:
         with StatusLine() as line:
             engine.warm_up(lambda at, of: line.show("compiling", f"{at} of {of}") if first else None, background=True)
     served = Served(
         engine, vocabulary, talk, length, data.encoder_length, name, sampling,
-        adapters=engine.adapters, judge=judge, tool=tool,
+        read_adapter=None if folders is None else folders.read, judge=judge, tool=tool,
     )  # fmt: skip
     return served, takes
 
@@ -77,9 +81,25 @@ def check_texts(sampling: Sampling, takes: ServerConfig, search: SearchTool | No
         )
 
 
-def check_scores(index: str | None, takes: ServerConfig, name: str) -> None:
+def check_folders(folders: Sequence[str]) -> None:
+    """Raises UserError if adapters of these folders cannot be loaded while the model is served."""
+    import jax
+
+    if folders and (count := jax.process_count()) > 1:
+        raise UserError(
+            f"Adapters.folders has {folders[0]!r}, and {count} processes serve the model, which load adapters at their start "
+            "alone: name them with --adapter"
+        )
+
+
+def check_scores(index: str | None, takes: ServerConfig, name: str, folders: Sequence[str] = ()) -> None:
     """Raises UserError for an option that a reward model does not have."""
-    for option, is_set in ((f"--index={index}", index), ("ServerConfig.thinking", takes.thinking)):
+    options = (
+        (f"--index={index}", index),
+        ("ServerConfig.thinking", takes.thinking),
+        (f"Adapters.folders = {tuple(folders)!r}", folders),
+    )
+    for option, is_set in options:
         if is_set:
             raise UserError(f"{option} is for language models, and {name} is a reward model: leave it out")
 

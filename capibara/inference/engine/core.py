@@ -17,7 +17,7 @@ from capibara.inference.engine.placement.parameters import ServedParams, donated
 from capibara.inference.engine.programs import programs
 from capibara.inference.engine.programs.compiler import Compiler
 from capibara.inference.engine.programs.speculative import Drafter, Placeholders
-from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.adapters import Adapters, AdapterSlots
 from capibara.inference.engine.requests.faults import contained
 from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode import DecodeRunner
@@ -41,7 +41,7 @@ class EngineCore:
       model: for rows as long as the slots.
       params: its parameters.
       usable: ids of its vocabulary.
-      length, config, encoder_length, rules, donate, adapters: as in `Engine`.
+      length, config, encoder_length, rules, donate, adapters, adapter_slots: as in `Engine`.
 
     Attributes:
       params: the parameters that programs read.
@@ -70,12 +70,13 @@ class EngineCore:
         rules: Rules,
         donate: bool,
         adapters: Sequence[Adapter],
+        adapter_slots: AdapterSlots,
     ):
         self._length, self._draft_tokens, self._drafts = length, config.draft_tokens, config.drafts
         model, params = _drafting(model, params, config)
         sizes, mesh = footprint.sizes_of(model, config, length, encoder_length), programs.mesh_of(params)
         compiled = programs.build(model, usable, sizes, mesh, rules)
-        self.adapters = Adapters(model.plain, adapters, params, mesh, rules)
+        self.adapters = Adapters(model.plain, adapters, params, mesh, rules, adapter_slots)
         served = donated(model, params, mesh, rules) if donate else compiled.serving(params)
         self.params = ServedParams(compiled.serving, served)
         # Sharded explicitly like the parameters on one device: else the first program would be compiled twice.

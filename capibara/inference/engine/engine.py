@@ -18,6 +18,7 @@ from capibara.inference.engine.loop import EngineLoop
 from capibara.inference.engine.reading import Reader
 from capibara.inference.engine.recovery import Recovery
 from capibara.inference.engine.requests import best_of
+from capibara.inference.engine.requests.adapters import AdapterSlots
 from capibara.inference.engine.requests.best_of import BestOf
 from capibara.inference.engine.requests.following import Submission
 from capibara.inference.engine.requests.request import InputProcessor
@@ -47,11 +48,12 @@ class Engine:
       encoder_length: most tokens that an encoder reads.
       rules: how slots, keys and values are sharded on the parameters' mesh, if they have one.
       donate: whether to give `params` to the engine: its copy replaces them array by array, and they are deleted.
-      adapters: unmerged adapters that requests may use.
+      adapters, adapter_slots: unmerged adapters that requests may use, and room for those that are loaded while it runs.
 
     Attributes:
       core: the scheduler, the programs and the state of the slots, which the engine's thread alone may change.
       reader: reads texts without continuing them.
+      adapters: that requests may use; they are loaded and unloaded while it runs, in an engine of one process.
 
     Raises:
       UserError: the model does not generate, has no positions for such long rows, the slots do not fit in memory, or an
@@ -69,19 +71,23 @@ class Engine:
         rules: Rules = Rules(),
         donate: bool = False,
         adapters: Sequence[Adapter] = (),
+        adapter_slots: AdapterSlots = AdapterSlots(),
     ):
         check_generates(model)
         for most, longest in ((length, model.config.max_length), (encoder_length or 0, longest_encoded(model.config))):
             if longest is not None and most > longest:
                 raise UserError(f"the length of rows ({most}) must be at most the model's max_length: try {longest}")
         model = model.of_length(length)
-        self.core = EngineCore(model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters)
+        self.core = EngineCore(
+            model, params, vocabulary.size, length, config, encoder_length, rules, donate, adapters, adapter_slots
+        )
+        self.adapters = self.core.adapters
         self._inputs = InputProcessor(
-            vocabulary, length, config, encoder_length, self.core.pages, self.core.adapters, model.config.vocab_size
+            vocabulary, length, config, encoder_length, self.core.pages, self.adapters, model.config.vocab_size
         )
         self._loop = EngineLoop(self.core, Recovery(self.core.scheduler, config, self._inputs.probe))
         sizes = {"usable": vocabulary.size, "length": length, "prefill_tokens": config.prefill_tokens or PREFILL_TOKENS}
-        self.reader = Reader(model, self.core.params, self.core.adapters, rules, lambda: self._loop.leads, **sizes)
+        self.reader = Reader(model, self.core.params, self.adapters, rules, lambda: self._loop.leads, **sizes)
         self._config, self._length, self._vocab_size = config, length, model.config.vocab_size
         self._encodes = encoder_length is not None
 
@@ -93,11 +99,6 @@ class Engine:
     @property
     def slots(self) -> int:
         return self._config.slots
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """The adapters' names, for requests."""
-        return self.core.adapters.names
 
     @property
     def load(self) -> tuple[int, int]:

@@ -107,12 +107,10 @@ class Reader:
             group = [order.pop() for _ in range(min(len(order), max(1, self._most_tokens // size)))]
             # Few numbers of rows, so that few programs are compiled.
             rows = 1 << (len(group) - 1).bit_length()
-            with self._reading:
-                read = np.asarray(
-                    self._embed(
-                        self._params.current, self._batch([texts[i] for i in group], rows, size, adapter), pooling
-                    )
-                )
+            batch = self._batch([texts[i] for i in group], rows, size)
+            with self._reading, self._adapters.using(adapter) as number:
+                batch["adapters"] = self._adapters.of([number] * rows)
+                read = np.asarray(self._embed(self._params.current, batch, pooling))
             if not result.size:
                 result = np.zeros((len(texts), read.shape[1]), np.float32)
             result[group] = read[: len(group)]
@@ -125,17 +123,17 @@ class Reader:
           UserError: the text is empty or too long, or there is no such adapter.
         """
         self._check(ids)
-        size = bucket(max(2, len(ids)), self._length)
-        with self._reading:
-            scores = self._score(self._params.current, self._batch([ids], 1, size, adapter), likeliest)
+        batch = self._batch([ids], 1, bucket(max(2, len(ids)), self._length))
+        with self._reading, self._adapters.using(adapter) as number:
+            batch["adapters"] = self._adapters.of([number])
+            scores = self._score(self._params.current, batch, likeliest)
             return TokenScores(*(np.asarray(x)[: len(ids) - 1] for x in scores))
 
-    def _batch(self, texts: Sequence[Sequence[int]], rows: int, size: int, adapter: str | None) -> dict[str, Any]:
+    def _batch(self, texts: Sequence[Sequence[int]], rows: int, size: int) -> dict[str, Any]:
         tokens, counts = np.zeros((rows, size), np.int32), np.ones(rows, np.int32)
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)], counts[row] = ids, len(ids)
-        adapters = self._adapters.of([self._adapters.number(adapter)] * rows)
-        return {"tokens": tokens, "counts": counts, "adapters": adapters}
+        return {"tokens": tokens, "counts": counts}
 
     def _check(self, ids: Sequence[int]) -> None:
         if self._encodes:

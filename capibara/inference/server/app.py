@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import capibara
 from capibara.core.types import UserError
 from capibara.inference.engine.requests.stream import Completion
+from capibara.inference.server import adapter_routes
 from capibara.inference.server.anthropic.replies import MessageReply, error_of
 from capibara.inference.server.anthropic.requests import CountRequest, MessagesRequest, count_tokens, message_texts
 from capibara.inference.server.openai import readings, scores, texts
@@ -72,6 +73,8 @@ def app_of(
     for path, reading_route in _READINGS.items():
         app.post(path, dependencies=checked)(reading_route.of(service))
 
+    _add_adapter_routes(app, service, checked)
+
     @app.get("/v1/models", dependencies=checked)
     async def models() -> Response:
         served = service.served
@@ -110,6 +113,20 @@ def app_of(
     app.add_exception_handler(Exception, _failed)
     guarded = Guarded(_BodyGate(app, service), service, visitors)
     return _RequestCounter(guarded, service, metrics, {getattr(route, "path", "") for route in app.routes})
+
+
+def _add_adapter_routes(app: fastapi.FastAPI, service: Service, checked: Sequence[Any]) -> None:
+    """Adds the paths that load and unload adapters."""
+
+    @app.post("/v1/load_lora_adapter", dependencies=checked)
+    async def load_adapter(request: Request) -> Response:
+        began_s = time.monotonic()
+        parsed, served = await _received(service, request, adapter_routes.LoadRequest)
+        return await adapter_routes.load(parsed, served, service.config, began_s)
+
+    @app.post("/v1/unload_lora_adapter", dependencies=checked)
+    async def unload_adapter(request: Request) -> Response:
+        return await adapter_routes.unload(*await _received(service, request, adapter_routes.UnloadRequest))
 
 
 class _TextsRoute(Generic[Q]):
@@ -217,6 +234,15 @@ def _authorised(keys: Sequence[str]) -> Callable[[Request], Awaitable[None]]:
 
 
 # Answers.
+
+
+async def _received(service: Service, request: Request, kind: type[P]) -> tuple[P, Served]:
+    """The parsed body of a request that no text waits for, and the model."""
+    served = service.check_room(0)
+    with service.reading() as take:
+        parsed = await _parsed(service, kind, await _body(request, service.config, take), 0)
+        bodies.check_model(parsed, served)
+    return parsed, served
 
 
 async def _prepared(

@@ -44,6 +44,7 @@ class ServingMetrics:
             ("pages", "Pages of the cache; 0: it is not paged."),
             ("pages_busy", "Pages in use."),
             ("compiling", "Programs that are still to be compiled; requests are slower meanwhile."),
+            ("adapters", "Adapters that requests can name."),
         )
         for name, about in gauges:
             Gauge(name, about, **common).set_function(functools.partial(_of_load, load, name))

@@ -3,11 +3,13 @@
 The factors of all adapters of a weight are stacked, padded with zeros to the largest rank, with the scale multiplied
 into `b`. For A adapters they are `a` [in ..., A, r] and `b` [A, r, out ...], separate for each layer, as generation
 reads weights. DoRA's magnitudes become one factor per output, `gain` [A, out ...]. Batching rows of different adapters
-follows S-LoRA (Sheng et al. 2023, arXiv:2311.03285).
+follows S-LoRA (Sheng et al. 2023, arXiv:2311.03285). There may be room for adapters that are loaded later (`Room`): their
+factors are zeros until then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +60,19 @@ class BatchAdapters(NamedTuple):
     of_row: jax.Array | np.ndarray
 
 
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Room for adapters in the stacked factors.
+
+    Attributes:
+      weights: name of a weight -> its inputs [in ...], the largest rank, and its outputs [out ...].
+      count: of adapters.
+    """
+
+    weights: Mapping[str, tuple[tuple[int, ...], int, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    count: int = 0
+
+
 class HasLayers(Protocol):
     """The part of a configuration that is used here."""
 
@@ -96,16 +111,63 @@ def check(model: PlainModel, adapter: Adapter) -> None:
             )
         if weight not in known:
             raise UserError(f"{weight} is no weight of this model: name an adapter of this model")
-        if not weight.startswith("layers/"):
-            raise UserError(f"{weight} is of an encoder-decoder, whose adapters must be merged: use capibara convert")
-        if weight.split("/")[1] in model.config.module_layers:
-            raise UserError(f"{weight} is of some layers only, whose adapters must be merged: use capibara convert")
-        if "experts" in axes[weight] or weight.endswith("/router"):
-            raise UserError(
-                f"{weight} is of experts or their router, whose adapters must be merged: use capibara convert"
-            )
+        if reason := _merged_only(model, axes, weight):
+            raise UserError(f"{weight} is of {reason}, whose adapters must be merged: use capibara convert")
         if part == "b":
             _check_shape(weight, known[weight].shape, adapter)
+
+
+def _merged_only(model: PlainModel, axes: Mapping[str, Any], weight: str) -> str:
+    """Of what a weight is whose adapters work only when merged; "": they work unmerged."""
+    if not weight.startswith("layers/"):
+        return "an encoder-decoder"
+    if weight.split("/")[1] in model.config.module_layers:
+        return "some layers only"
+    return "experts or their router" if "experts" in axes[weight] or weight.endswith("/router") else ""
+
+
+def room_of(model: PlainModel, like: Adapter, count: int) -> Room:
+    """Room for adapters of the weights of another one that work unmerged.
+
+    Args:
+      model: without adapters.
+      like: with the largest rank; its values may be jax.ShapeDtypeStructs.
+      count: of adapters.
+    """
+    axes, flat = _flat(model.axes), _flat(like.values)
+    weights = {}
+    for name in (name.removesuffix(_END) for name in flat if name.endswith(_END)):
+        if not _merged_only(model, axes, name):
+            a, b = (flat[f"{name}{SUFFIX}/{part}"].shape for part in ("a", "b"))
+            weights[name] = a[1:-1], a[-1], b[2:]
+    return Room(weights, count)
+
+
+def room_in(layers: Sequence[LayerFactors]) -> Room:
+    """Room for one adapter of the weights and ranks that stacked factors have."""
+    weights = {}
+    for part, factors_of in layers[0].items():
+        for last, factors in factors_of.items():
+            a, b = factors["a"].shape, factors["b"].shape
+            weights[f"layers/{part}/{last}"] = a[:-2], a[-1], b[2:]
+    return Room(weights, 1)
+
+
+def check_room(adapter: Adapter, room: Room) -> None:
+    """Raises UserError if there is no room for an adapter that passed `check`."""
+    for name, (a, _, magnitude) in _factors(adapter).items():
+        if magnitude is not None:
+            raise UserError(
+                f"{name} has magnitudes (DoRA), which need the weights as they were at the start: load it there, or merge it"
+            )
+        if name not in room.weights:
+            raise UserError(
+                f"{name} is none of the weights with room for adapters: add it to Adapters.targets, and start again"
+            )
+        if a.shape[-1] > (most := room.weights[name][1]):
+            raise UserError(
+                f"{name} has rank {a.shape[-1]}, must have at most {most}: raise Adapters.rank, and start again"
+            )
 
 
 def _check_shape(weight: str, shape: tuple[int, ...], adapter: Adapter) -> None:
@@ -118,7 +180,11 @@ def _check_shape(weight: str, shape: tuple[int, ...], adapter: Adapter) -> None:
 
 
 def stack_factors(
-    adapters: Sequence[Adapter], num_layers: int, dtype: Any, gains: Sequence[Mapping[str, np.ndarray]] = ()
+    adapters: Sequence[Adapter],
+    num_layers: int,
+    dtype: Any,
+    gains: Sequence[Mapping[str, np.ndarray]] = (),
+    room: Room = Room(),
 ) -> tuple[LayerFactors, ...]:
     """Stacks the factors of all adapters, for each layer, on the host.
 
@@ -127,30 +193,60 @@ def stack_factors(
       num_layers: of the model.
       dtype: the model's compute dtype.
       gains: for each adapter the `gain` of its weights with magnitudes, by name.
+      room: for adapters after these; its weights and ranks are those of the result at least.
+
+    Raises:
+      UserError: an adapter has values that are infinite in this dtype, or no numbers: rows of others would have them, too.
     """
-    each = [_factors(adapter) for adapter in adapters]
-    names = sorted({name for factors in each for name in factors})
+    each, count = [_factors(adapter) for adapter in adapters], len(adapters) + room.count
     result: tuple[dict[str, Any], ...] = tuple({} for _ in range(num_layers))
-    for name in names:
-        first = next(factors[name] for factors in each if name in factors)
-        inner, outer = first[0].shape[1:-1], first[1].shape[2:]
-        rank = max(factors[name][0].shape[-1] for factors in each if name in factors)
-        a = np.zeros((num_layers, *inner, len(adapters), rank), np.float32)
-        b = np.zeros((num_layers, len(adapters), rank, *outer), np.float32)
-        gain = np.ones((num_layers, len(adapters), *outer), np.float32)
+    for name in sorted({name for factors in each for name in factors} | set(room.weights)):
+        of_name = [factors[name] for factors in each if name in factors]
+        inner, rank, outer = room.weights.get(name) or (of_name[0][0].shape[1:-1], 0, of_name[0][1].shape[2:])
+        rank = max(rank, *(a.shape[-1] for a, _, _ in of_name), 0)
+        a = np.zeros((num_layers, *inner, count, rank), dtype)
+        b = np.zeros((num_layers, count, rank, *outer), dtype)
+        gain = np.ones((num_layers, count, *outer), np.float32)
         for number, factors in enumerate(each):
             if name in factors:
                 own_a, own_b, _ = factors[name]
-                a[..., number, : own_a.shape[-1]] = own_a
-                b[:, number, : own_b.shape[1]] = own_b
+                a[..., number, : own_a.shape[-1]] = _cast(own_a, dtype, adapters[number], name)
+                b[:, number, : own_b.shape[1]] = _cast(own_b, dtype, adapters[number], name)
             if gains and name in gains[number]:
                 gain[:, number] = gains[number][name]
         _, part, last = name.split("/")
         scaled = any(name in of_one for of_one in gains)
         for layer, values in enumerate(result):
-            of_layer = {"a": a[layer].astype(dtype), "b": b[layer].astype(dtype)}
+            of_layer = {"a": a[layer], "b": b[layer]}
             values.setdefault(part, {})[last] = of_layer | ({"gain": gain[layer]} if scaled else {})
     return result
+
+
+def _cast(values: np.ndarray, dtype: Any, adapter: Adapter, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype)
+    if not np.isfinite(result.astype(np.float32)).all():
+        raise UserError(
+            f"adapter {adapter.name!r} has values of {name} that are not finite in {np.dtype(dtype)}: train it anew"
+        )
+    return result
+
+
+def written(layer: LayerFactors, new: LayerFactors, number: jax.Array) -> LayerFactors:
+    """A layer's factors with those of one adapter, stacked alone in the same room, at index `number`; its gain is 1."""
+
+    def put(x: jax.Array, value: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, value.astype(x.dtype), number, axis)
+
+    def of_weight(factors: Factors, values: Factors) -> dict[str, jax.Array]:
+        result = {"a": put(factors["a"], values["a"], factors["a"].ndim - 2), "b": put(factors["b"], values["b"], 0)}
+        gain = {name: put(x, jnp.ones((1, *x.shape[1:]), x.dtype), 0) for name, x in factors.items() if name == "gain"}
+        return result | gain
+
+    return {
+        part: {last: of_weight(factors, new[part][last]) for last, factors in of_part.items()}
+        for part, of_part in layer.items()
+    }
 
 
 def axes_of(model: PlainModel, layers: tuple[LayerFactors, ...]) -> tuple[PyTree, ...]:

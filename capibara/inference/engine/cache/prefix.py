@@ -12,7 +12,7 @@ from capibara.core.types import PyTree
 
 
 class Sharing(NamedTuple):
-    """Requests share rows only where all of these are equal: the number of the adapter, and the request's salt."""
+    """Requests share rows only where all of these are equal: the adapter, by its version, and the request's salt."""
 
     adapter: int = 0
     salt: str = ""

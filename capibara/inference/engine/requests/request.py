@@ -17,7 +17,7 @@ from capibara.inference.engine.cache.batching import EngineConfig, WhenFull
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.cache.prefix import Sharing
 from capibara.inference.engine.programs.speculative import Drafter, Placeholders
-from capibara.inference.engine.requests.adapters import Adapters
+from capibara.inference.engine.requests.adapters import Adapters, LoadedAdapter
 from capibara.inference.engine.requests.following import Submission
 from capibara.inference.engine.requests.stream import Finish, Piece, Stream
 from capibara.inference.grammars.matcher import Grammars, Matcher
@@ -51,7 +51,7 @@ class Request:
       row: a copy of its row's cache, for later prompts with the same prefix, and how many tokens that has read.
       drafter: guesses its next tokens; None: not used yet.
       submission: the request as submitted, for other processes.
-      adapter: the number of its adapter; 0: none.
+      adapter: the number of its adapter's slot; 0: none.
       sharing: with which requests it shares what is read of its prompt.
       faults: programs with its row that failed, and no request alone made fail.
       alone_until: text tokens that it has to get alone after a program with its row failed; 0: it runs with others.
@@ -76,13 +76,13 @@ class Request:
         names: Mapping[int, str] | None = None,
         submission: Submission,
         restrictions: Restrictions,
-        adapter: int = 0,
+        adapter: LoadedAdapter = LoadedAdapter(),
         matcher: Matcher | None = None,
     ):
         self.tokens, self.prompt_tokens = list(prompt), len(prompt)
         self.sampling, self.stream, self.limit, self.likeliest = sampling, stream, limit, likeliest
-        self.encoder, self.submission, self.adapter = encoder, submission, adapter
-        self.sharing = Sharing(adapter, submission.salt)
+        self.encoder, self.submission, self.adapter = encoder, submission, adapter.number
+        self.sharing = Sharing(adapter.version, submission.salt)
         self.requested = self.received = self.cached_tokens = self.generation = self.number = 0
         self.faults = self.alone_until = 0
         self.forced: dict[int, int] = {}
@@ -302,10 +302,11 @@ class InputProcessor:
         if encoder is None:
             stream.unread = self._beyond(len(ids), self._length)
             ids = ids[stream.unread :]
+        loaded = self._adapters.take(adapter)
+        stream.on_end = functools.partial(self._adapters.release, loaded)
         return Request(
-            ids, sampling, vocabulary, stream,
-            limit=self._limit(len(ids), sampling), ends=ends, likeliest=likeliest, encoder=encoder,
-            names=names, submission=submission, restrictions=restrictions, adapter=self._adapters.number(adapter), matcher=matcher,
+            ids, sampling, vocabulary, stream, limit=self._limit(len(ids), sampling), ends=ends, likeliest=likeliest,
+            encoder=encoder, names=names, submission=submission, restrictions=restrictions, adapter=loaded, matcher=matcher,
         )  # fmt: skip
 
     def probe(self) -> Request:

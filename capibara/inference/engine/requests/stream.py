@@ -141,6 +141,9 @@ class Stream:
 
     Args:
       drive: makes the engine work if it has no thread of its own; returns False if it has one.
+
+    Attributes:
+      on_end: called once, when the text or an error has been delivered.
     """
 
     def __init__(self, drive: Callable[[], bool]):
@@ -152,6 +155,7 @@ class Stream:
         self._end: Completion | BaseException | None = None
         self._began_s = time.monotonic()
         self.cancelled = self._ended = False
+        self.on_end: Callable[[], None] = lambda: None
         self.unread = 0  # of the prompt's tokens, as in Completion
 
     def __iter__(self) -> Iterator[Piece]:
@@ -235,5 +239,9 @@ class Stream:
         with self._giving:
             if not self._ended:
                 self._ended = isinstance(item, BaseException)
-                self._give(item)
-                self._ended = not isinstance(item, Piece)  # only then: if that raises, the error is delivered
+                try:
+                    self._give(item)
+                    self._ended = not isinstance(item, Piece)  # only then: if that raises, the error is delivered
+                finally:
+                    if self._ended:
+                        self.on_end()

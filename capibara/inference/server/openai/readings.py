@@ -64,8 +64,7 @@ def embeddings(request: EmbeddingRequest, served: Served, config: ServerConfig) 
     bounds.check_prompt(request.input, served, config, "input", config.max_embeddings)
     texts = [_embedded_ids(item, served, config) for item in given_prompts(request.input, "input")]
     with invalid("input"):
-        adapter = request.model if request.model in served.adapters else None
-        vectors = served.engine.reader.embed(texts, config.pooling, adapter)
+        vectors = served.engine.reader.embed(texts, config.pooling, served.adapter_of(request.model))
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions is {short(request.dimensions)}, and embeddings of this model have {vectors.shape[1]}: leave it out"
         raise Refusal(400, message, param="dimensions", code="unsupported_value")

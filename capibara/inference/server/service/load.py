@@ -14,6 +14,7 @@ class Load(NamedTuple):
       pages, pages_busy: of the cache, and those in use; 0: it is not paged.
       preempted: texts that lost their slot for lack of pages.
       compiling: programs that are still to be compiled beside serving.
+      adapters: that requests can name.
     """
 
     queue_depth: int = 0
@@ -23,3 +24,4 @@ class Load(NamedTuple):
     pages_busy: int = 0
     preempted: int = 0
     compiling: int = 0
+    adapters: int = 0

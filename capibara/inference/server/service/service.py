@@ -28,6 +28,7 @@ from capibara.inference.server.service.http_errors import SOON, Refusal
 from capibara.inference.server.service.load import Load
 from capibara.inference.thinking.reward_model import RewardModel
 from capibara.inference.thinking.strategy import Strategy
+from capibara.models.api import Adapter
 
 _LEAST = {
     **dict.fromkeys(("queue", "max_stops", "grace_s"), 0),
@@ -160,7 +161,7 @@ class Served:
       name: the model's name for clients.
       sampling: defaults for a request.
       created_s: when it was loaded, by time.time.
-      adapters: names of the engine's adapters, which clients can request instead of the model.
+      read_adapter: the adapter of a name and a path, for clients that load it; None: they may load none.
       scorer: the reward model; None: the model generates.
       judge: the reward model that `ServerConfig.thinking` names; None: it names none.
       tool: that the server calls itself; None: there is none.
@@ -174,7 +175,7 @@ class Served:
     name: str
     sampling: Sampling
     created_s: float = dataclasses.field(default_factory=time.time)
-    adapters: tuple[str, ...] = ()
+    read_adapter: Callable[[str, str], Adapter] | None = None
     scorer: RewardModel | None = None
     judge: RewardModel | None = None
     tool: ServedTool | None = None
@@ -189,6 +190,11 @@ class Served:
     def rows(self) -> int:
         """Rows of the model's embedding: requests may have ids below it."""
         return self.engine.rows if self.scorer is None else self.scorer.rows
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the engine's adapters, which clients can request instead of the model."""
+        return () if self.generator is None else self.generator.adapters.names
 
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the model alone."""
@@ -264,14 +270,15 @@ class Service:
     def load(self) -> Load:
         if self.served is None or (engine := self.served.generator) is None:
             return Load()
-        return Load(*engine.load, engine.slots, *engine.pages, engine.statistics.preempted, engine.compiling)
+        adapters = len(engine.adapters.names)
+        return Load(*engine.load, engine.slots, *engine.pages, engine.statistics.preempted, engine.compiling, adapters)
 
     def ready(self, served: Served, config: ServerConfig) -> None:
         """Sets the loaded model; thread-safe."""
         self.config, self.served = config, served
 
     def check_room(self, texts: int = 1) -> Served:
-        """The model, if `texts` more texts can be accepted now.
+        """The model, if `texts` more texts can be accepted now; 0 has room always.
 
         Raises:
           Refusal: they cannot.
@@ -289,7 +296,7 @@ class Service:
         most = engine.slots + self.config.queue
         if texts > most:
             raise Refusal(400, f"{texts} texts are requested, there is room for {most}: request fewer", param="n")
-        if self.texts + texts > most:
+        if texts and self.texts + texts > most:
             raise Refusal(429, f"{self.texts} texts are in progress: try again", code="queue_full", headers=SOON)
         return self.served
 

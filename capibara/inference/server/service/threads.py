@@ -10,3 +10,5 @@ PREPARING = ThreadPoolExecutor(2, thread_name_prefix="preparing")
 READING = ThreadPoolExecutor(2, thread_name_prefix="reading")
 # Those of strategies wait for the engine, and hardly work.
 THINKING = ThreadPoolExecutor(64, thread_name_prefix="thinking")
+# One adapter at a time is read from the disk.
+LOADING = ThreadPoolExecutor(1, thread_name_prefix="loading adapters")
