@@ -35,7 +35,7 @@ openai/chat_completion/test_chat_echo openai/chat_completion/test_chat_logit_bia
 openai/chat_completion/test_include_reasoning openai/chat_completion/test_logprob_token_ids
 openai/chat_completion/test_completion_with_function_calling openai/chat_completion/test_root_path
 openai/test_chunked_prompt openai/test_return_tokens_as_ids openai/test_return_token_ids openai/responses/test_simple
-serve/tokenize/test_tokenization serve/instrumentator/test_basic anthropic/test_messages
+serve/tokenize/test_tokenization serve/instrumentator/test_basic serve/lora/test_lora_adapters anthropic/test_messages
 """.split()
 # What our server says where it refuses something by its name.
 REFUSED = re.compile(
@@ -48,8 +48,16 @@ _CHUNK = "the finish reason has a chunk of its own, as OpenAI's"
 _WORDS = "refused as it should be, in other words than vLLM's"
 _FLAG = "of a flag of vLLM's server"
 _PATH = "of an endpoint that only vLLM has"
+_STATUS = "refused as it should be, with 400 where vLLM answers 500"
+_ROOT = "adapters have no path of this machine as their root"
 OTHER = {
-    "test_models::test_check_models": "adapters have no path of this machine as their root",
+    "test_models::test_check_models": _ROOT,
+    "test_lora_adapters::test_static_lora_lineage": _ROOT,
+    "test_lora_adapters::test_dynamic_lora_lineage": _ROOT,
+    "test_lora_adapters::test_load_lora_adapter_with_same_name_replaces_inplace": _MODEL,
+    "test_lora_adapters::test_dynamic_lora_invalid_files": _STATUS,
+    "test_lora_adapters::test_dynamic_lora_badrequests": _STATUS,
+    "test_lora_adapters::test_loading_invalid_adapters_does_not_break_others": _STATUS,
     # After the test's prompt the end is SmolLM2's likeliest token (0.39, by transformers, too).
     "test_completion::test_completion_streaming": _MODEL,
     "test_completion::test_parallel_no_streaming": _MODEL,
@@ -82,6 +90,7 @@ OTHER = {
     "test_return_tokens_as_ids::test_completion_return_tokens_as_token_ids_completion": _FLAG,
     "test_return_tokens_as_ids::test_chat_return_tokens_as_token_ids_completion": _FLAG,
     "test_return_token_ids::test_chat_completion_with_tool_use": _MODEL,
+    "test_return_token_ids::test_comparison_with_prompt_logprobs_and_logprobs": _MODEL,  # it ends with its end token
     "test_simple::test_reasoning_item": _MODEL,
     "test_simple::test_streaming_reasoning_tokens_e2e": _MODEL,
     "test_simple::test_non_streaming_reasoning_tokens_e2e": _MODEL,
@@ -91,6 +100,7 @@ OTHER = {
     "test_basic::test_server_load": _PATH,
     "test_messages::test_anthropic_tool_call": _MODEL,
     "test_messages::test_anthropic_streaming_cache_usage": "tokens that a request adds to the prefix cache are not counted",
+    "test_tokenization::test_tokenize_chat_with_tools": _TEMPLATE,
     "test_tokenization::test_tokenizer_info_basic": _PATH,
     "test_tokenization::test_tokenizer_info_schema": _PATH,
     "test_tokenization::test_tokenizer_info_consistency_with_tokenize": _PATH,

@@ -19,7 +19,7 @@ def _tokenizer(*_: object, **__: object) -> object:
 
 class _Api:
     def snapshot_download(self, repo_id: str = "", **_: object) -> str:
-        return ADAPTER if "lora" in repo_id.lower() else MODEL
+        return ADAPTER if "lora" in repo_id.lower() or "self_cognition" in repo_id else MODEL
 
 
 transformers.AutoTokenizer.from_pretrained = _tokenizer

@@ -47,6 +47,8 @@ class RemoteOpenAIServer:
         for text in values.get("--lora-modules", []):
             name = json.loads(text)["name"] if text.startswith("{") else text.partition("=")[0]
             command.append(f"--adapter={name}={os.environ['VLLM_API_ADAPTER']}")
+        if (env_dict or {}).get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            command += ["--adapter_folder=/", "--gin.Adapters.slots=24"]  # vLLM takes any path
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         keys = [*values.get("--api-key", []), (env_dict or {}).get("VLLM_API_KEY")]
         if key := next(filter(None, keys), None):

@@ -29,6 +29,10 @@ _ANNOTATIONS = ("default", "examples")
 # Compiling the largest takes a second: the time of properties grows with the square of their number, and each remainder of a
 # multipleOf is a state of a lexer; llguidance 1.9.1 bounds neither. Two that a number must match have those of their lcm.
 _MOST_OBJECTS, _MOST_KEYS, _MOST_REMAINDERS = 8192, 1024, 1 << 15
+# Each two patterns of an object are compared: 128 take up to 2 s, 300 5 s, and 1000 more than 6 minutes. Joined objects
+# are compared anew for each reference and alternative: 64 patterns with 40 references take 4 s.
+_MOST_COMPARISONS = 1 << 13
+_JOINING = ("allOf", "anyOf", "oneOf")
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -75,7 +79,7 @@ def check_embedded(lark: str) -> None:
 
 def _check(values: list[Any]) -> None:
     """Raises UserError for schemas that take long to compile, or have numbers that llguidance would change."""
-    objects, multiples, left = 0, list[int](), list(values)
+    objects, multiples, left, patterns = 0, list[int](), list(values), _Patterns()
     while left:
         value = left.pop()
         if isinstance(value, list):
@@ -86,6 +90,7 @@ def _check(values: list[Any]) -> None:
             objects += 1
             if len(value) > _MOST_KEYS:
                 raise UserError(f"a JSON Schema has an object of {len(value)} keys, must have at most {_MOST_KEYS}")
+            patterns.add(value)
             for name, item in value.items():
                 if name in _BOUNDS and isinstance(item, float) and not abs(item) < 2**63:
                     raise UserError(f"a JSON Schema has {name} {short(item)}, must be below 2**63: leave it out")
@@ -95,7 +100,32 @@ def _check(values: list[Any]) -> None:
                     left.append(item)
     if objects > _MOST_OBJECTS:
         raise UserError(f"a JSON Schema has {objects} objects, must have at most {_MOST_OBJECTS}: shorten it")
+    patterns.check()
     _check_multiples(multiples)
+
+
+class _Patterns:
+    """Counts how often patterns of patternProperties are compared with each other, at most."""
+
+    def __init__(self) -> None:
+        self._distinct, self._pairs, self._joined = set[str](), 0, 0
+
+    def add(self, schema: Mapping[str, Any]) -> None:
+        """Counts those of one schema, without the schemas in it."""
+        if isinstance(patterns := schema.get("patternProperties"), dict):
+            self._distinct |= patterns.keys()
+            self._pairs += len(patterns) ** 2
+        self._joined += "$ref" in schema
+        self._joined += sum(len(item) for name in _JOINING if isinstance(item := schema.get(name), list))
+
+    def check(self) -> None:
+        """Raises UserError if there are too many."""
+        comparisons = self._pairs + len(self._distinct) ** 2 * self._joined
+        if comparisons > _MOST_COMPARISONS:
+            raise UserError(
+                f"a JSON Schema has {len(self._distinct)} patternProperties that are compared {comparisons} times, must be at most "
+                f"{_MOST_COMPARISONS}: leave some out"
+            )
 
 
 def _check_multiples(multiples: list[int]) -> None:

@@ -341,3 +341,19 @@ def test_python_loads_them_too(folder, allowed, want):  # noqa: F811
     with pytest.raises(UserError, match="name its folder, cb.load"):
         plain.load_adapter("poet", "poet")
     assert plain.engine.core.adapters.of([]) is None
+
+
+def test_a_request_whose_adapter_is_unloaded_while_it_is_prepared_gets_404(running, monkeypatch):
+    assert post(running, "load", lora_name="poet", lora_path="poet")[0] == 200
+    engine = running.service.served.engine
+    submit = engine.submit
+
+    def unloaded_before(*args, **options):
+        if "poet" in engine.adapters.names:
+            engine.adapters.unload("poet")
+        return submit(*args, **options)
+
+    monkeypatch.setattr(engine, "submit", unloaded_before)
+    with pytest.raises(openai.NotFoundError, match="model is 'poet', the model here is 'base'") as error:
+        text_of(running, "poet")
+    assert error.value.code == "model_not_found" and error.value.param == "model"

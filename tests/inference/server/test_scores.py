@@ -123,10 +123,12 @@ def test_answers_are_sorted_by_their_scores(running, model, path):
         ({"documents": ["a"] * 6}, "documents", "documents has 6 items: at most 5 texts in all"),
         ({"query": "a" * 10**5}, "query", "query has 100000 characters"),
         ({"query": ["a"]}, "query", "query is ['a']"),
+        ({"query": "ab" * 300}, "query", "query has 600 tokens"),
+        ({"documents": ["a", "ab" * 300]}, "documents", "documents has"),
         ({"top_n": -1}, "top_n", "top_n is -1"),
         ({"use_activation": True}, "use_activation", "use_activation is not supported"),
     ],
-    ids=range(6),
+    ids=range(8),
 )
 def test_answers_that_cannot_be_sorted_are_refused(running, options, param, message):
     status, answer = ask(running, path="/v1/rerank", **{"query": QUERY, "documents": ANSWERS} | options)
@@ -145,13 +147,16 @@ def test_conversations_are_scored_at_their_last_answer(running, model):
     )
 
 
-def test_a_process_reward_model_scores_each_step(steps):
+def test_a_process_reward_model_scores_each_step(steps, monkeypatch):
     answers = ["Two.\nThree.\nFour.", "One step"]
     want = steps.scores(QUERY, answers)
     assert [len(item) for item in want] == [3, 1]
     with Running(served_of(steps)) as running:
         assert values(running, text_1=QUERY, text_2=answers) == want
+        read = running.metrics()["capibara_read_tokens_total",]
+        monkeypatch.setattr(type(steps.scorer), "scores_of", None)  # it is refused before an answer is read
         status, answer = ask(running, path="/v1/rerank", query=QUERY, documents=answers)
+        assert running.metrics()["capibara_read_tokens_total",] == read and answer["error"]["param"] == "model"
         assert status == 400 and "has a score for each step of an answer: ask /v1/score" in answer["error"]["message"]
 
 

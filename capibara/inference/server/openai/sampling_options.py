@@ -10,6 +10,7 @@ from capibara.core.fields import short
 from capibara.core.types import UserError
 from capibara.data.tokenizers import model_rows
 from capibara.inference.sampling.grammar import Grammar
+from capibara.inference.sampling.restrictions import Restrictions, word_ids
 from capibara.inference.sampling.sampling import Sampling
 from capibara.inference.server.openai.requests import ApiRequest
 from capibara.inference.server.service.bounds import brief, quoted
@@ -67,7 +68,7 @@ def sampling_of(
         options["include_stop"] = request.include_stop_str_in_output
     if grammar is not None:
         options["grammar"] = grammar
-    return dataclasses.replace(
+    result = dataclasses.replace(
         served.sampling,
         **options,
         max_new_tokens=most_new,
@@ -75,6 +76,18 @@ def sampling_of(
         seed=secrets.randbelow(SEEDS) if request.seed is None else request.seed % SEEDS,
         stop=_stops(request.stop, config) or served.sampling.stop,
     )
+    _check_restrictions(result, served)
+    return result
+
+
+def _check_restrictions(sampling: Sampling, served: Served) -> None:
+    """Raises Refusal for words without tokens, or if no token is left."""
+    try:
+        words = word_ids(sampling.bad_words, served.vocabulary)
+        Restrictions(sampling, words, served.rows, served.vocabulary.size)
+    except UserError as error:
+        message = str(error).replace("Sampling.allowed_ids", "allowed_token_ids").replace("Sampling.", "")
+        raise _invalid("bad_words" if sampling.bad_words else "allowed_token_ids", quoted(message)) from None
 
 
 def end_ids(request: ApiRequest, served: Served) -> tuple[int, ...]:

@@ -84,12 +84,13 @@ def ranks(request: RerankRequest, served: Served, config: ServerConfig) -> Json:
     Raises:
       Refusal: a parameter is invalid, an answer is too long, or the model has a score for each step of an answer.
     """
-    bounds.check_prompt(request.query, served, config, "query")
-    pairs = ScoreRequest(model=request.model, queries=request.query, documents=request.documents)
-    answer = scores(pairs, served, config)
-    if any(isinstance(item["score"], list) for item in answer["data"]):
+    if served.scorer is not None and served.scorer.scores_steps:
         message = f"{served.name} has a score for each step of an answer: ask /v1/score"
         raise Refusal(400, message, param="model", code="unsupported_model")
+    bounds.check_prompt(request.query, served, config, "query")
+    bounds.check_tokens(len(served.vocabulary.encode(request.query)), served, config, "query")
+    pairs = ScoreRequest(model=request.model, queries=request.query, documents=request.documents)
+    answer = scores(pairs, served, config)
     texts = [request.documents] if isinstance(request.documents, str) else request.documents
     results = [
         {"index": item["index"], "relevance_score": item["score"]}

@@ -11,7 +11,7 @@ from capibara.core.fields import did_you_mean
 from capibara.inference.server.service import bounds
 from capibara.inference.server.service.bounds import brief
 from capibara.inference.server.service.http_errors import Refusal
-from capibara.inference.server.service.service import Served
+from capibara.inference.server.service.service import Served, no_model
 
 T = TypeVar("T", bound="Parameters")
 
@@ -99,13 +99,7 @@ def _explained(error: Any, kind: type[Parameters]) -> Refusal:
 def check_model(request: Parameters, served: Served) -> None:
     """Raises Refusal if the request names neither the model nor one of its adapters, or is for a model of another kind."""
     if request.model is not None and request.model not in (served.name, *served.adapters):
-        names = ", ".join(map(repr, (served.name, *served.adapters)))
-        raise Refusal(
-            404,
-            f"model is {brief(request.model)}, the {'models here are' if served.adapters else 'model here is'} {names}",
-            param="model",
-            code="model_not_found",
-        )
+        raise no_model(request.model, served)
     is_reward_model = served.scorer is not None
     if request.of_reward_models in (None, is_reward_model):
         return

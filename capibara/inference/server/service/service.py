@@ -37,6 +37,7 @@ _LEAST = {
     **dict.fromkeys(("max_body_kib", "max_bodies_mib", "max_header_kib"), 1),
     "max_connections": 8,
 }
+_LONGEST_NAME = 60  # characters of a model in an error
 _HOST = re.compile(r"[^\s/:@\[\]]+|\[[0-9a-fA-F:.]+\]")
 _ORIGIN = re.compile(r"https?://[^\s/@]+")
 
@@ -211,6 +212,14 @@ class Served:
         return int(self.vocabulary.token_bytes().max())
 
 
+def no_model(name: str, served: Served) -> Refusal:
+    """The error for a request of a model that is not served."""
+    names = ", ".join(map(repr, (served.name, *served.adapters)))
+    shown = repr(name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}...")
+    message = f"model is {shown}, the {'models here are' if served.adapters else 'model here is'} {names}"
+    return Refusal(404, message, param="model", code="model_not_found")
+
+
 def check_streams(sampling: Sampling) -> None:
     """Raises UserError if texts cannot be streamed token by token."""
     for name, is_set in (("beams", sampling.beams is not None), ("num_decodes", sampling.num_decodes > 1)):
@@ -354,6 +363,8 @@ class Service:
         except BaseException:
             for stream in streams:
                 stream.cancel()
+            if asks[0].adapter is not None and asks[0].adapter not in self.served.adapters:  # it was just unloaded
+                raise no_model(asks[0].adapter, self.served) from None
             raise
         return StreamedTexts(streams, deadline_s, self._ended)
 

@@ -161,12 +161,20 @@ def test_what_follows_has_the_same_matchers():
         ({"json_schema": {"multipleOf": 6552.99}}, "multipleOf with 655299 remainders"),
         ({"json_schema": {"properties": {str(i): {} for i in range(1025)}}}, "an object of 1025 keys"),
         ({"json_schema": {"anyOf": [{"const": {}}] * 5000}}, "has 10001 objects, must have at most 8192"),
+        (
+            {"json_schema": {"patternProperties": {f"^x{i}": {} for i in range(91)}}},
+            "has 91 patternProperties that are compared 8281 times, must be at most 8192",
+        ),
+        (
+            {"json_schema": {"allOf": [{"patternProperties": {f"^x{i}": {}}} for i in range(30)]}},
+            "has 30 patternProperties that are compared 27030 times",
+        ),
         ({"lark": 'start: %json {"title": "%json", "items": {"multipleOf": 999983}}'}, "999983 remainders"),
         ({"json_schema": {"const": 2**53 + 1}}, "has 9007199254740993, must have integers that a float64 can hold"),
         ({"json_schema": {"type": "integer", "minimum": 10**20, "maximum": 10**20 + 3}}, "that a float64 can hold"),
         ({"json_schema": {"type": "integer", "minimum": 1e20, "maximum": 1e21}}, "1e+20, must be below 2**63"),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_a_malformed_grammar_is_refused_in_one_line(fields, message):
     with pytest.raises(UserError) as raised:

@@ -180,6 +180,11 @@ def test_a_salt_keeps_prompts_of_others_out_of_the_cache(client):
         ({"bad_words": ["a"] * 257}, "bad_words is .*must have at most 256 strings"),
         ({"bad_words": ["a" * 101]}, "bad_words is .*each of 1 to 100 characters"),
         ({"bad_words": [3]}, "bad_words.0 is 3"),
+        ({"bad_words": [" "]}, "bad_words has ' ', which has no tokens: leave it out"),
+        (
+            {"bad_words": ["a"], "allowed_token_ids": [64]},
+            "allowed_token_ids and bad_words leave no token: change one of them",
+        ),
         ({"cache_salt": ""}, "cache_salt is ''"),
         ({"thinking_token_budget": -2}, "thinking_token_budget is -2"),
         ({"thinking_token_budget": 0}, "thinking_token_budget is 0, must be at least 1, or -1 for no limit"),
@@ -189,8 +194,9 @@ def test_a_salt_keeps_prompts_of_others_out_of_the_cache(client):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_restrictions_of_a_request_are_checked(client, options, message):
-    with pytest.raises(openai.BadRequestError, match=message):
+    with pytest.raises(openai.BadRequestError, match=message) as error:
         client.completions.create(model="tiny", prompt="x", max_tokens=2, extra_body=options)
+    assert error.value.param in options
 
 
 @pytest.mark.parametrize("budget, most", [(3, 3), (-1, 6)])
