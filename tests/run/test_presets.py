@@ -116,7 +116,7 @@ def is_run(name: str) -> bool:
     return not name.startswith("evaluation/") and name not in ("runs/coordinate.gin", "tasks/routing.gin")
 
 
-@pytest.mark.parametrize("name", filter(is_run, FILES))
+@pytest.mark.parametrize("name", list(filter(is_run, FILES)))
 def test_a_run_is_what_its_text_describes(name):
     parse(files_of(name))
     run = Run(**training_run.parts_of(config.build(Trainer)))
