@@ -70,7 +70,7 @@ class Part:
             self._file = open(self.path, "wb", buffering=limits.MIB)
         self._file.write(data)
 
-    def write_record(self, value: Mapping[str, Any]) -> None:
+    def write_record(self, value: Mapping[str, object]) -> None:
         """Appends a line of JSON, and counts it."""
         self.write(fingerprints.canonical(value).encode() + b"\n")
         self.records += 1
@@ -396,7 +396,7 @@ def _is_whole(folder: str, file: File) -> bool:
         return False
 
 
-def _save(path: str, value: Mapping[str, Any], durability: Durability = Durability.POWER_LOSS) -> None:
+def _save(path: str, value: Mapping[str, object], durability: Durability = Durability.POWER_LOSS) -> None:
     """Writes a JSON file whole."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -280,7 +280,7 @@ def _orbax_metadata(arrays: PyTree) -> dict[str, bytes]:
     return {"_METADATA": json.dumps(whole).encode(), "_sharding": json.dumps(shardings).encode()}
 
 
-def _is_empty(node: Any) -> bool:
+def _is_empty(node: object) -> bool:
     return node is None or isinstance(node, (tuple, list, dict)) and not node
 
 

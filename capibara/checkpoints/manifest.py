@@ -296,7 +296,7 @@ def _values(manifest: Manifest) -> dict[str, Any]:
     return values
 
 
-def _canonical(values: Mapping[str, Any]) -> bytes:
+def _canonical(values: Mapping[str, object]) -> bytes:
     return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
 

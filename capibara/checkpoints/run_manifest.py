@@ -145,7 +145,7 @@ def replace(folder: epath.Path, files: Mapping[str, bytes]) -> None:
         _change(folder, lambda m: {**m.entries, **new})
 
 
-def begin(folder: epath.Path, data: Mapping[str, Any]) -> None:
+def begin(folder: epath.Path, data: Mapping[str, object]) -> None:
     """Records that a run starts writing, and the counts of its data: previous outputs are no longer valid."""
     with _LOCK:
         recorded = _read_or_empty(folder)

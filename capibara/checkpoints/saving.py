@@ -254,7 +254,7 @@ class Writer:
         return [] if manifest.faults(folder, base, set(result).__contains__) else result
 
 
-def _exchanged(folder: epath.Path, topic: str, value: Any) -> list[Any]:
+def _exchanged(folder: epath.Path, topic: str, value: object) -> list[Any]:
     """Exchanges a JSON value between all processes, by files in the step's folder."""
     if jax.process_count() == 1:
         return [value]

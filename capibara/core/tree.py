@@ -92,7 +92,7 @@ def map_with_names(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(_name(path), leaf), tree)
 
 
-def is_axes(x: Any) -> bool:
+def is_axes(x: object) -> bool:
     """Whether `x` is one parameter's tuple of logical axis names (and not a container of parameters)."""
     return isinstance(x, tuple) and not hasattr(x, "_fields") and all(a is None or isinstance(a, str) for a in x)
 
@@ -128,7 +128,7 @@ def joined(first: Any, second: Any) -> Any:
     return {key: joined(first[key], second.get(key)) if key in first else second[key] for key in {**first, **second}}
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Nested dicts from a flat mapping of names with slashes to leaves."""
     result: dict[str, Any] = {}
     for name, value in values.items():
@@ -140,7 +140,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def _name(path: tuple[object, ...]) -> str:
     import jax
 
     return jax.tree_util.keystr(path, simple=True, separator="/")

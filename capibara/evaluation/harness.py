@@ -211,7 +211,7 @@ class CapibaraLM(TemplateLM):
             )
         return sampling
 
-    def _tell_default(self, requests: Sequence[Any]) -> None:
+    def _tell_default(self, requests: Sequence[object]) -> None:
         if requests and self._default_tokens < _NEW_TOKENS:
             logging.getLogger(__name__).warning(
                 "%d texts end after %d tokens, half of a row, because their tasks name no limit and the harness's %d do not "
@@ -225,7 +225,7 @@ class CapibaraLM(TemplateLM):
         return _NEW_TOKENS if self._reads is not None else max(min(_NEW_TOKENS, self.max_length // 2), 1)
 
 
-def sampling_of(kwargs: Mapping[str, Any], default_tokens: int, seed: int = 0) -> Sampling:
+def sampling_of(kwargs: Mapping[str, object], default_tokens: int, seed: int = 0) -> Sampling:
     """A task's `generation_kwargs`, as the harness's own normaliser reads them (lm_eval.models.utils, 0.4.13).
 
     A temperature above 0 draws texts, with or without `do_sample`. Without `top_k` all tokens may be drawn, as with vLLM.
@@ -292,7 +292,7 @@ def _fields(options: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _limit_in(kwargs: Mapping[str, Any]) -> str | None:
+def _limit_in(kwargs: Mapping[str, object]) -> str | None:
     """The name of the limit that counts."""
     return next((name for name in _LIMITS if kwargs.get(name) is not None), None)
 
@@ -361,7 +361,7 @@ def _where(request: Any) -> str:
     return f"--harness={request.task_name}, document {request.doc_id}"
 
 
-def _tell_cut(requests: Sequence[Any], count: int) -> None:
+def _tell_cut(requests: Sequence[object], count: int) -> None:
     if requests:
         logging.getLogger(__name__).warning(
             "%d of %d prompts were cut because they do not fit a row; the first is %s: raise Dataset.length",

@@ -72,7 +72,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def computed(
-    metric: Metric, targets: Sequence[Any], predictions: Sequence[Any], groups: Sequence[str] = ()
+    metric: Metric, targets: Sequence[object], predictions: Sequence[object], groups: Sequence[str] = ()
 ) -> tuple[dict[str, Estimate], dict[str, dict[str, Estimate]]]:
     """Calls a metric and converts its values to estimates: of all examples, and of those of each group.
 
@@ -101,14 +101,14 @@ def computed(
     return estimates, of_groups
 
 
-def _returned(metric: Metric, targets: Sequence[Any], predictions: Sequence[Any]) -> Mapping[str, Any]:
+def _returned(metric: Metric, targets: Sequence[object], predictions: Sequence[object]) -> Mapping[str, Any]:
     result = metric(targets, predictions)
     if not isinstance(result, Mapping):
         raise UserError(f"the metric {name_of(metric)} returns {type(result).__name__}, must return a dict of numbers")
     return result
 
 
-def _estimates(metric: Metric, values: Mapping[str, Any], count: int) -> dict[str, Estimate]:
+def _estimates(metric: Metric, values: Mapping[str, object], count: int) -> dict[str, Estimate]:
     name = name_of(metric)
     return {str(key): _estimate(name, str(key), value, count) for key, value in values.items()}
 
@@ -135,7 +135,7 @@ def name_of(metric: Metric) -> str:
     return getattr(metric, "__name__", None) or type(metric).__name__
 
 
-def check_targets(metric: Metric, targets: Sequence[Any], where: str) -> None:
+def check_targets(metric: Metric, targets: Sequence[object], where: str) -> None:
     """Raises UserError if a built-in metric cannot use a target; called before any answer is generated."""
     for number, target in enumerate(targets):
         try:
@@ -193,7 +193,7 @@ def normalised(text: str) -> str:
 
 @configurable
 @_of_texts
-def exact_match(targets: Sequence[Any], predictions: Sequence[Any], normalise: bool = True) -> dict[str, Any]:
+def exact_match(targets: Sequence[object], predictions: Sequence[object], normalise: bool = True) -> dict[str, Any]:
     """Whether the answer is one of the right ones, after `normalised` or, without `normalise`, after stripping space."""
     same = normalised if normalise else str.strip
     return {"exact_match": _each(targets, predictions, lambda target, text: float(same(target) == same(text)))}
@@ -201,7 +201,7 @@ def exact_match(targets: Sequence[Any], predictions: Sequence[Any], normalise: b
 
 @configurable
 @_of_texts
-def token_f1(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, Any]:
+def token_f1(targets: Sequence[object], predictions: Sequence[object]) -> dict[str, Any]:
     """F1 of the words shared with the right answer, as in SQuAD; with several right answers, the maximum."""
     return {"f1": _each(targets, predictions, _f1)}
 
@@ -223,8 +223,8 @@ def _check_rouge(num_samples: int) -> None:
 @_checked(_check_rouge)
 @_of_texts
 def rouge(
-    targets: Sequence[Any],
-    predictions: Sequence[Any],
+    targets: Sequence[object],
+    predictions: Sequence[object],
     kinds: Sequence[str] = ("rouge1", "rouge2", "rougeL"),
     stem: bool = False,
     words: str = "unicode",
@@ -260,7 +260,7 @@ def _check_bleu(num_samples: int) -> None:
 @_checked(_check_bleu)
 @_of_texts
 def bleu(
-    targets: Sequence[Any], predictions: Sequence[Any], tokenize: str = "13a", lowercase: bool = False
+    targets: Sequence[object], predictions: Sequence[object], tokenize: str = "13a", lowercase: bool = False
 ) -> dict[str, Any]:
     """Corpus BLEU from 0 to 100 (package sacrebleu), with a standard error from 200 bootstrap samples.
 

@@ -63,7 +63,7 @@ class Predictions:
         if self._file is not None:
             self._file.close()
 
-    def beginning(self, requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def beginning(self, requests: Iterable[Mapping[str, object]]) -> list[dict[str, Any]]:
         """The file's lines for the first of these requests; the caller must generate the others and `add` them.
 
         Raises:
@@ -76,7 +76,7 @@ class Predictions:
             lines.append(line)
         return lines
 
-    def known(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    def known(self, request: Mapping[str, object]) -> dict[str, Any] | None:
         """The file's line for the next request; None: the caller must generate it and `add` it.
 
         Raises:
@@ -89,7 +89,7 @@ class Predictions:
             raise UserError(f"{self._flag}: line {self._number} is of another request than now: name another file")
         return line
 
-    def numbers(self, line: Mapping[str, Any], key: str, count: int) -> list[float]:
+    def numbers(self, line: Mapping[str, object], key: str, count: int) -> list[float]:
         """The numbers of an answer, in a list or one alone.
 
         Raises:
@@ -104,7 +104,7 @@ class Predictions:
             )
         return numbers
 
-    def add(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    def add(self, request: Mapping[str, object], answer: Mapping[str, object]) -> dict[str, Any]:
         """Writes the next line, and returns it."""
         line = {**request, **answer}
         if self._file is not None:
@@ -131,6 +131,6 @@ class Predictions:
         return result
 
 
-def _write(file: IO[str], line: Mapping[str, Any]) -> None:
+def _write(file: IO[str], line: Mapping[str, object]) -> None:
     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     file.flush()

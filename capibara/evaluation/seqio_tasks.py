@@ -150,7 +150,7 @@ def judged(
     }
 
 
-def _lengths(dataset: Dataset, task: Any) -> dict[str, int]:
+def _lengths(dataset: Dataset, task: object) -> dict[str, int]:
     """The lengths to which features are trimmed, as in training."""
     return tasks.lengths(task, dataset.length, dataset.encoder_length, dataset.inputs_length)
 
@@ -200,7 +200,7 @@ class _Asking:
     def guarded(self, function: Callable[[Any], T]) -> Callable[[Any], T]:
         """Wraps a function to record its error as ours, not one of the task's own code."""
 
-        def asked(dataset: Any) -> T:
+        def asked(dataset: object) -> T:
             try:
                 return function(dataset)
             except Exception as error:

@@ -265,7 +265,7 @@ def _record(line: str, where: str) -> Mapping[str, Any]:
     return record
 
 
-def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
+def _item(task: EvalTask, record: Mapping[str, object], where: str) -> Item:
     if task.pairs:
         return Item("", None, pair=read_preference(record, where))
     used = {name for _, name, _, _ in string.Formatter().parse(task.prompt) if name is not None}
@@ -286,7 +286,7 @@ def _item(task: EvalTask, record: Mapping[str, Any], where: str) -> Item:
     return Item(prompt, target, document=document)
 
 
-def _group(record: Mapping[str, Any], key: str, where: str) -> str:
+def _group(record: Mapping[str, object], key: str, where: str) -> str:
     group = _value(record, key, "EvalTask.group_by", where)
     is_name = isinstance(group, (str, int)) and not isinstance(group, bool)
     if not is_name or not str(group).strip() or not str(group).isprintable() or len(str(group)) > _LONGEST_GROUP:
@@ -297,7 +297,7 @@ def _group(record: Mapping[str, Any], key: str, where: str) -> str:
     return str(group)
 
 
-def _document(record: Mapping[str, Any], memory: MemoryAgent, where: str) -> str:
+def _document(record: Mapping[str, object], memory: MemoryAgent, where: str) -> str:
     document = _value(record, memory.document, "MemoryAgent.document", where)
     if not isinstance(document, str) or not document.strip():
         raise UserError(
@@ -306,7 +306,7 @@ def _document(record: Mapping[str, Any], memory: MemoryAgent, where: str) -> str
     return document
 
 
-def _value(record: Mapping[str, Any], key: str, asks: str, where: str) -> Any:
+def _value(record: Mapping[str, object], key: str, asks: str, where: str) -> Any:
     if key not in record:
         raise UserError(f"{where} has no {key!r}, which {asks} needs{did_you_mean(key, map(str, record), 'its keys')}")
     return record[key]

@@ -175,7 +175,7 @@ def of_run(
     return OurModel(model, params, config, tokenizer, about, vocabulary, stored)
 
 
-def _has_form(config: api.TransformerConfig, like: Mapping[str, Any]) -> bool:
+def _has_form(config: api.TransformerConfig, like: Mapping[str, object]) -> bool:
     """Whether transformers has an architecture that computes this."""
     try:
         return bool(hf_config.to_hf(config, like))
@@ -607,7 +607,7 @@ def as_ours(source: ForeignModel | OurModel) -> OurModel:
     return OurModel(model, params, config, source.tokenizer, source.about, stored=short)
 
 
-def _host_params(source: ForeignModel, model: api.Model, dtype: Any = None) -> Params:
+def _host_params(source: ForeignModel, model: api.Model, dtype: object = None) -> Params:
     """A foreign model's parameters on this host."""
     here = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), model.abstract_params)
     return open_model.load_params(source, model, here, dtype=dtype)

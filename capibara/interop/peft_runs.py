@@ -57,7 +57,7 @@ def base_of(folder: str, base: str | None) -> str:
     return path
 
 
-def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, Any]) -> tuple[api.Model, Params]:
+def merged(folder: str, model: api.Model, params: Params, like: Mapping[str, object]) -> tuple[api.Model, Params]:
     """A model with the adapters of a folder merged into its parameters.
 
     Args:
@@ -109,7 +109,7 @@ def foreign_weights(foreign: open_model.ForeignModel, model: api.Model, model_ty
     return read
 
 
-def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, Any], weight: Weight) -> str:
+def as_gguf(folder: str, target: str, model: api.Model, like: Mapping[str, object], weight: Weight) -> str:
     """Writes the adapters of a PEFT folder as a GGUF file; returns a line that describes the result.
 
     Args:

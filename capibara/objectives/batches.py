@@ -98,7 +98,7 @@ class BatchProvider(abc.ABC):
     """Makes the batches of a run's steps, if the loss needs more than the loader's batches."""
 
     @abc.abstractmethod
-    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+    def begin(self, params: Params, step: int, saved: Mapping[str, object] | None) -> None:
         """Called before the first step of this start, and after a roll-back.
 
         Args:
@@ -162,7 +162,7 @@ class LoaderBatches(BatchProvider):
         del step
         return batch
 
-    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+    def begin(self, params: Params, step: int, saved: Mapping[str, object] | None) -> None:
         del params, step, saved
 
     def next_batch(self, step: int, params: Params) -> dict[str, jax.Array]:

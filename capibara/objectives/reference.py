@@ -216,7 +216,7 @@ def _data_fingerprint(dataset: Dataset, split: str) -> dict[str, Any]:
     }
 
 
-def _read(path: epath.Path, key: Mapping[str, Any]) -> np.ndarray | None:
+def _read(path: epath.Path, key: Mapping[str, object]) -> np.ndarray | None:
     """The table of a file, if it exists and has this key; otherwise None."""
     try:
         with np.load(io.BytesIO(path.read_bytes())) as file:
@@ -225,7 +225,7 @@ def _read(path: epath.Path, key: Mapping[str, Any]) -> np.ndarray | None:
         return None
 
 
-def _write(path: epath.Path, key: Mapping[str, Any], table: np.ndarray) -> None:
+def _write(path: epath.Path, key: Mapping[str, object], table: np.ndarray) -> None:
     content = io.BytesIO()
     np.savez(content, table=table, key=np.array(json.dumps(key)))
     stores.of(path).make_folder(path.parent)

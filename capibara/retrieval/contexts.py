@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from capibara.config import configurable
 from capibara.core.fields import FilePath, did_you_mean
@@ -35,7 +34,7 @@ class Retrieval:
         if self.k < 1:
             raise UserError(f"Retrieval.k is {self.k}, must be at least 1: try 4")
 
-    def contexts(self, records: Sequence[Mapping[str, Any]], index: Index, where: str) -> list[str]:
+    def contexts(self, records: Sequence[Mapping[str, object]], index: Index, where: str) -> list[str]:
         """The text of the retrieved chunks for each record.
 
         Args:

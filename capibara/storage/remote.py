@@ -148,7 +148,7 @@ def _filesystem(url: str, process: int) -> Any:
         raise UserError(f"{url} cannot be opened ({limits.cause(error)}): name gs://, s3:// or a local path") from error
 
 
-def _timed(filesystem: Any, name: str, *arguments: Any, **options: Any) -> Any:
+def _timed(filesystem: object, name: str, *arguments: object, **options: object) -> Any:
     """Calls a file system; cancels the call after TIMEOUT_S if the file system supports that."""
     from fsspec import asyn
 

@@ -288,7 +288,7 @@ class Answerer:
         return answer
 
     def _begin_rewards(
-        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, answer: str, more: Mapping[str, Any]
+        self, pool: ThreadPoolExecutor | None, split: str, prompt: Prompt, answer: str, more: Mapping[str, object]
     ) -> Callable[[], Total]:
         """As `RewardSum.begin`; `more`: what rewards read beside the record."""
         documents = self._documents[split]

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -215,7 +215,7 @@ def _samplings(dialogues: Mapping[int, Dialogue], turn: int, index: int) -> list
     return [dataclasses.replace(first, max_new_tokens=dialogues[index].room, seed=seed)]
 
 
-def episode_of(environment: Environment, record: Mapping[str, Any]) -> Episode:
+def episode_of(environment: Environment, record: Mapping[str, object]) -> Episode:
     """A new dialogue about a record; raises UserError if the environment returns something else."""
     return returned(environment.begin(record), Episode, f"{type(environment).__name__}.begin")
 

@@ -39,7 +39,7 @@ class Readings:
         self._agent, self._max_chunks = agent, max_chunks
         self._prompts = Prompts(agent, dataset, chat.of_run(dataset, "Grpo.memory"))
 
-    def open(self, record: Mapping[str, Any], where: str, samplings: Sequence[Sampling]) -> list[Reading]:
+    def open(self, record: Mapping[str, object], where: str, samplings: Sequence[Sampling]) -> list[Reading]:
         """A reading of the record's document for each of the samplings.
 
         Raises:

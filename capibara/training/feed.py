@@ -52,7 +52,7 @@ class BatchFeed:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+    def begin(self, params: Params, step: int, saved: Mapping[str, object] | None) -> None:
         """Called before the first step of this start, and after a roll-back.
 
         Args:

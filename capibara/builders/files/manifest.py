@@ -62,7 +62,7 @@ class Manifest:
     def of_parts(
         cls,
         kind: str,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         inputs: tuple[Input, ...],
         parts: Sequence[WholePart],
         counts: Mapping[str, int] | None = None,

@@ -65,7 +65,7 @@ class Chain:
             "a file"
         )
 
-    def _run(self, path: str, record: Mapping[str, Any]) -> Node:
+    def _run(self, path: str, record: Mapping[str, object]) -> Node:
         """A run folder, by its newest checkpoint."""
         steps, facts = _steps(record), dict[str, str | int]()
         for name in ("", *map(str, steps)):
@@ -153,14 +153,14 @@ def newest_step(run: str) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def datasets_of(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+def datasets_of(step: Mapping[str, object]) -> list[dict[str, Any]]:
     """What a checkpoint step's manifest says of the data that its run saw (see data.sources.provenance)."""
     about = step.get("about")
     result = about.get("datasets") if isinstance(about, dict) else None
     return [item for item in result if isinstance(item, dict)] if isinstance(result, list) else []
 
 
-def _steps(run: Mapping[str, Any]) -> list[int]:
+def _steps(run: Mapping[str, object]) -> list[int]:
     """The steps that a run folder's manifest records, oldest first."""
     result = run.get("steps")
     return sorted(step for step in result if type(step) is int) if isinstance(result, list) else []

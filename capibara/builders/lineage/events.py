@@ -197,7 +197,7 @@ def _produced(facets: dict[str, Any]) -> dict[str, Any]:
     return facets
 
 
-def _run_facets(config: Mapping[str, Any], upstream: Sequence[Upstream]) -> dict[str, Any]:
+def _run_facets(config: Mapping[str, object], upstream: Sequence[Upstream]) -> dict[str, Any]:
     from openlineage.client import facet_v2
 
     parameters, dependencies = facet_v2.execution_parameters_run, facet_v2.job_dependencies_run

@@ -43,7 +43,7 @@ def unfinished(folder: str) -> list[dict[str, Any]]:
     return list(started.values())
 
 
-def run_id(event: Mapping[str, Any]) -> str:
+def run_id(event: Mapping[str, object]) -> str:
     """The id of an event's run."""
     run = event.get("run")
     return str(run.get("runId")) if isinstance(run, dict) else "unknown"

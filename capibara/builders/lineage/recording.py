@@ -121,7 +121,7 @@ class Recorder:
             self._server = None
 
 
-def build(folder: str, kind: str, config: Mapping[str, Any], inputs: Sequence[Input]) -> Recorder:
+def build(folder: str, kind: str, config: Mapping[str, object], inputs: Sequence[Input]) -> Recorder:
     """Begins to record a build in its output folder.
 
     Args:

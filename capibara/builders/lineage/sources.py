@@ -78,7 +78,9 @@ class Sources:
             parents=parents,
         )
 
-    def _sources(self, folder: str, manifest: manifests.Manifest, making: Mapping[str, Any] | None) -> Iterator[Node]:
+    def _sources(
+        self, folder: str, manifest: manifests.Manifest, making: Mapping[str, object] | None
+    ) -> Iterator[Node]:
         """What a data set was built from: files, and the data sets that they belong to."""
         where = _working_directory(making)
         paths = {os.path.normpath(os.path.join(where, entry.path)): entry for entry in manifest.inputs}
@@ -138,7 +140,7 @@ def exists(path: str) -> bool:
     return epath.Path(path).exists()
 
 
-def _making(version: str, provenance: Mapping[str, Any] | None) -> dict[str, str | int]:
+def _making(version: str, provenance: Mapping[str, object] | None) -> dict[str, str | int]:
     """Who built a data set, and when."""
     facts: dict[str, str | int] = {"by capibara": version}
     if provenance is not None:
@@ -149,13 +151,13 @@ def _making(version: str, provenance: Mapping[str, Any] | None) -> dict[str, str
     return facts
 
 
-def _working_directory(provenance: Mapping[str, Any] | None) -> str:
+def _working_directory(provenance: Mapping[str, object] | None) -> str:
     """Where relative paths of a build lead; without its events, where this program runs."""
     result = {} if provenance is None else _facet(provenance, "capibara_folder")
     return str(result.get("workingDirectory") or os.getcwd())
 
 
-def _facet(event: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _facet(event: Mapping[str, object], name: str) -> dict[str, Any]:
     run = event.get("run")
     facets = run.get("facets") if isinstance(run, dict) else None
     result = facets.get(name) if isinstance(facets, dict) else None

@@ -305,7 +305,7 @@ class PartReader:
             if (document := self._document(url, self.last_lines, value)) is not None:
                 yield document
 
-    def _document(self, url: str, line: int, record: Any) -> Document | None:
+    def _document(self, url: str, line: int, record: object) -> Document | None:
         """The document of a record; None: it is counted in `problems`."""
         if not isinstance(record, dict):
             message = f"is {disk.kind(record)}, must be a JSON object"

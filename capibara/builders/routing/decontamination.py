@@ -11,7 +11,6 @@ import re
 import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -122,7 +121,7 @@ class EvaluationSet:
             yield text
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """All texts of a JSON value, names of members excepted."""
     if isinstance(value, str):
         yield value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from capibara import config
 from capibara.cli.arguments.flags import Arguments
@@ -95,7 +94,7 @@ def complete_prompts(
     prompts: list[Prompt],
     path: str,
     chat: Chat | None,
-    about: Mapping[str, Any],
+    about: Mapping[str, object],
     thinker: Thinker | None,
 ) -> None:
     """Writes the texts of the prompts to a file, with a status line."""

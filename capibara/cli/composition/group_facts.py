@@ -88,14 +88,14 @@ def _node(name: str, reports: Sequence[Mapping[str, Any]], every: int) -> dict[s
     }
 
 
-def _accepted(report: Mapping[str, Any], name: str) -> float | None:
+def _accepted(report: Mapping[str, object], name: str) -> float | None:
     """Whether a node had a part in a round; None: it was not of the group yet."""
     if name in _part(report, "accepted"):
         return 1.0
     return 0.0 if name in _part(report, "without") else None
 
 
-def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _part(report: Mapping[str, object], name: str) -> Mapping[str, Any]:
     """A dictionary of a report, which may be anyone's."""
     result = report.get(name)
     return result if isinstance(result, dict) else {}

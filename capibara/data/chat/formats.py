@@ -195,7 +195,7 @@ def read_prompt(record: object, where: str) -> Conversation:
     return _conversation(record, messages, where)
 
 
-def _detected(record: Mapping[str, Any], where: str) -> Format:
+def _detected(record: Mapping[str, object], where: str) -> Format:
     for format, needed in _KEYS.items():
         if all(any(key in record for key in keys) for keys in needed):
             return format
@@ -207,7 +207,7 @@ def _detected(record: Mapping[str, Any], where: str) -> Format:
     raise UserError(f"{where} has no conversation (it has: {_keys(record)}): known keys are {known}")
 
 
-def _conversation(record: Mapping[str, Any], messages: list[Message], where: str) -> Conversation:
+def _conversation(record: Mapping[str, object], messages: list[Message], where: str) -> Conversation:
     if not messages:
         raise UserError(f"{where} has no messages: remove the record")
     if (system := _system(record, where)) and messages[0]["role"] != "system":
@@ -237,7 +237,7 @@ def _conversation(record: Mapping[str, Any], messages: list[Message], where: str
     return Conversation(messages, tools, variables or None)
 
 
-def _system(record: Mapping[str, Any], where: str) -> str:
+def _system(record: Mapping[str, object], where: str) -> str:
     """The system message beside the messages: a text, or a list of {"text"} as Anthropic and Amazon Bedrock have it."""
     for key in ("system", "system_prompt", "systemInstruction", "system_instruction"):
         value = record.get(key)
@@ -251,28 +251,28 @@ def _system(record: Mapping[str, Any], where: str) -> str:
 # The formats.
 
 
-def _from_messages(record: Mapping[str, Any], where: str) -> list[Message]:
+def _from_messages(record: Mapping[str, object], where: str) -> list[Message]:
     return _messages(record["messages"], where, "messages")
 
 
-def _from_sharegpt(record: Mapping[str, Any], where: str) -> list[Message]:
+def _from_sharegpt(record: Mapping[str, object], where: str) -> list[Message]:
     key = "conversations" if "conversations" in record else "conversation"
     return _messages(record[key], where, key)
 
 
-def _from_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+def _from_prompt(record: Mapping[str, object], where: str) -> list[Message]:
     prompt = record["prompt"]
     before = _messages(prompt, where, "prompt") if isinstance(prompt, list) else _asked(record, "prompt", where)
     key = "completion" if "completion" in record else "response"
     return before + _answer(record[key], key, where)
 
 
-def _from_alpaca(record: Mapping[str, Any], where: str) -> list[Message]:
+def _from_alpaca(record: Mapping[str, object], where: str) -> list[Message]:
     key = "output" if "output" in record else "response"
     return [*_alpaca_prompt(record, where), _text_message("assistant", record[key], where, key)]
 
 
-def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+def _alpaca_prompt(record: Mapping[str, object], where: str) -> list[Message]:
     message = _text_message("user", record["instruction"], where, "instruction")
     key = "input" if record.get("input") else "context"
     more = _text_message("user", record.get(key) or "", where, key)["content"]
@@ -281,14 +281,14 @@ def _alpaca_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
     return [*_history(record, where), {**message, "content": text}]
 
 
-def _asked(record: Mapping[str, Any], key: str, where: str) -> list[Message]:
+def _asked(record: Mapping[str, object], key: str, where: str) -> list[Message]:
     """The user's question in a key, after what was said before it."""
     message = _text_message("user", record[key], where, key)
     _check_beside(record, key, message["content"], where)
     return [*_history(record, where), message]
 
 
-def _history(record: Mapping[str, Any], where: str) -> list[Message]:
+def _history(record: Mapping[str, object], where: str) -> list[Message]:
     history, messages = record.get("history") or [], list[Message]()
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
@@ -298,7 +298,7 @@ def _history(record: Mapping[str, Any], where: str) -> list[Message]:
     return messages
 
 
-def _check_beside(record: Mapping[str, Any], key: str, text: str, where: str) -> None:
+def _check_beside(record: Mapping[str, object], key: str, text: str, where: str) -> None:
     """Raises UserError for a passage or choices that a question is about, and that its text does not have."""
     for name in ("context", "passage", "choices", "options"):
         value = record.get(name)
@@ -325,12 +325,12 @@ def _texts(value: object) -> list[str]:
     return texts
 
 
-def _from_question(record: Mapping[str, Any], where: str) -> list[Message]:
+def _from_question(record: Mapping[str, object], where: str) -> list[Message]:
     question, answer = (next(key for key in keys if key in record) for keys in (_QUESTIONS, _ANSWERS))
     return [*_asked(record, question, where), _text_message("assistant", record[answer], where, answer)]
 
 
-def _from_contents(record: Mapping[str, Any], where: str) -> list[Message]:
+def _from_contents(record: Mapping[str, object], where: str) -> list[Message]:
     turns = record["contents"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) and "parts" in turn for turn in turns):
         raise UserError(f"{where}: contents must be a list of turns with role and parts, not {_short(turns)}")
@@ -339,7 +339,7 @@ def _from_contents(record: Mapping[str, Any], where: str) -> list[Message]:
     )
 
 
-def _of_openai(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _of_openai(record: Mapping[str, object], where: str) -> Mapping[str, Any]:
     """A record with OpenAI's keys of a preference pair, with those that others have."""
     if not ("preferred_output" in record and "non_preferred_output" in record):
         return record
@@ -372,7 +372,7 @@ _READERS: dict[Format, Callable[[Mapping[str, Any], str], list[Message]]] = {
 }
 
 
-def _preference_prompt(record: Mapping[str, Any], where: str) -> list[Message]:
+def _preference_prompt(record: Mapping[str, object], where: str) -> list[Message]:
     prompt = record.get("prompt")
     answers = [record["chosen"], record["rejected"]]
     if all(isinstance(answer, list) for answer in answers) and not isinstance(prompt, list):
@@ -497,7 +497,7 @@ def _has_name(function: object) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+def _tools(value: object, where: str) -> list[dict[str, Any]] | None:
     if isinstance(value, str):
         value = _json(value, where, "tools") if value.strip() else None
     if not value:
@@ -509,7 +509,7 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """A tool without the null keys that Arrow fills in; a default may be null."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
@@ -535,7 +535,7 @@ def _object(record: object, where: str) -> Mapping[str, Any]:
     return record
 
 
-def _keys(record: Mapping[str, Any]) -> str:
+def _keys(record: Mapping[str, object]) -> str:
     return ", ".join(map(str, record)) or "nothing"
 
 

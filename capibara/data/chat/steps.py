@@ -53,7 +53,7 @@ class Solution(NamedTuple):
     labels: list[bool]
 
 
-def read_solution(record: Mapping[str, Any], where: str) -> Solution:
+def read_solution(record: Mapping[str, object], where: str) -> Solution:
     """Reads the steps of a record; raises UserError if they and their labels are not there, or are not as many."""
     key = "completions" if "completions" in record and "steps" not in record else "steps"
     steps, labels = record.get(key), record.get("labels")

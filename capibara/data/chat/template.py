@@ -203,7 +203,7 @@ class ChatTemplate:
         names = [name for name in (self.name, "default", "tool_use") if name in self._files.sources]
         return frozenset().union(*(self._compiled(name)[2] for name in names))
 
-    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+    def with_variables(self, variables: Mapping[str, object]) -> ChatTemplate:
         """The same template, with more variables; its files are not read again."""
         changed = dataclasses.replace(self, variables={**self.variables, **variables})
         changed.__dict__.update(_files=self._files, _checked=self._checked)
@@ -282,7 +282,9 @@ class ChatTemplate:
         return {}
 
 
-def _check_asked(variables: Mapping[str, Any], names: frozenset[str], token_names: Collection[str], where: str) -> None:
+def _check_asked(
+    variables: Mapping[str, object], names: frozenset[str], token_names: Collection[str], where: str
+) -> None:
     """Raises UserError for a variable of a record that the template does not ask for, or that is of the tokenizer or conversation."""
     if not variables:
         return

@@ -94,7 +94,7 @@ def asked_by(template: Template) -> list[str]:
 
 
 def render(
-    template: Template, key: str, shared: Mapping[str, Any], each: Sequence[Mapping[str, Any]]
+    template: Template, key: str, shared: Mapping[str, object], each: Sequence[Mapping[str, object]]
 ) -> list[str | TemplateError]:
     """The texts that a template makes, or what it said instead.
 

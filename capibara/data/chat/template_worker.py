@@ -138,7 +138,7 @@ class Templates:
         self._compiled[key] = environment.from_string(text)
         return sorted(names)
 
-    def render(self, key: str, variables: Mapping[str, Any]) -> str:
+    def render(self, key: str, variables: Mapping[str, object]) -> str:
         """The text of the template with this key."""
         return self._compiled[key].render(variables)
 

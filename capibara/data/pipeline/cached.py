@@ -38,7 +38,7 @@ class NotInBlocks(Exception):
     """A task cannot be read in blocks; the message says why."""
 
 
-def check_cached(task: Any, split: str, lengths: Mapping[str, int]) -> None:
+def check_cached(task: object, split: str, lengths: Mapping[str, int]) -> None:
     """Checks the cache of a task, or the caches of a mixture's tasks, without reading examples.
 
     Args:
@@ -86,7 +86,7 @@ def raise_damage(task: Any, split: str, error: Exception) -> NoReturn:
     raise error
 
 
-def fingerprint(task: Any, split: str) -> dict[str, Any]:
+def fingerprint(task: object, split: str) -> dict[str, Any]:
     """A JSON value that identifies the cache of one task: equal only for files of the same names and sizes."""
     digest = hashlib.blake2b(digest_size=8)
     for file in _files(task, split, _info(task, split)):
@@ -99,7 +99,7 @@ def paths(task: Any, split: str) -> list[str]:
     return [file.url for file in _files(task, split, _info(task, split))] if task.supports_caching else []
 
 
-def _cached_parts(task: Any) -> list[Any]:
+def _cached_parts(task: object) -> list[Any]:
     return [part for part in getattr(task, "tasks", [task]) if part.supports_caching]
 
 
@@ -200,7 +200,7 @@ class CachedBlocks:
             for example in self._after_cache(data, seed).as_numpy_iterator()
         ]
 
-    def _after_cache(self, data: Any, seed: int) -> Any:
+    def _after_cache(self, data: object, seed: int) -> Any:
         return _after_cache(self._task, data, self._lengths, seed)
 
     def _only_maps(self) -> bool:
@@ -301,7 +301,7 @@ def _parser(about: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
         # Caches without a version store int32 as int64.
         types[name] = "int32" if dtype == "int64" and "seqio_version" not in about else dtype
 
-    def parse(serialized: Any) -> dict[str, Any]:
+    def parse(serialized: object) -> dict[str, Any]:
         example = tf.io.parse_single_example(serialized, features)
         return {_renamed(name): tf.cast(value, types[name]) for name, value in example.items()}
 

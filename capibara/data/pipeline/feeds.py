@@ -113,7 +113,7 @@ class Feed(abc.ABC):
             **_objective_settings(dataset),
         }
 
-    def understood(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    def understood(self, settings: Mapping[str, object]) -> Mapping[str, Any]:
         """Converts the settings of a saved state to those of this version.
 
         Raises:

@@ -125,7 +125,7 @@ class TaskFeed(Feed):
                 digest.update(f"{os.path.getsize(shard)}\0{os.stat(shard).st_mtime_ns}\0".encode())
         return {"examples": task.num_input_examples(split), "shards": digest.hexdigest()}
 
-    def _of_the_cache(self, saved: Any) -> Any:
+    def _of_the_cache(self, saved: object) -> Any:
         """Updates a saved fingerprint of an older version, which identified the sources of cached tasks."""
         sources = saved.get("sources", {}) if isinstance(saved, Mapping) and self._blocks is None else {}
         cached = [part for part in getattr(self._task, "tasks", [self._task]) if part.supports_caching]
@@ -233,7 +233,7 @@ class TaskFeed(Feed):
         return functools.reduce(lambda first, second: first.concatenate(second), parts)
 
 
-def _datasets(task: Any, split: str, is_cached: bool) -> list[provenance.Value]:
+def _datasets(task: object, split: str, is_cached: bool) -> list[provenance.Value]:
     """The data sets of a task's or mixture's files: of the cache, or those that its sources list."""
     parts = [part for part in getattr(task, "tasks", [task]) if split in tasks.splits_of(part)]
     if is_cached:

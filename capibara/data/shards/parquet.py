@@ -120,7 +120,7 @@ class _Ranges(io.RawIOBase):
         return content
 
 
-def _opened(shard: Entry, metadata: Any = None) -> Any:
+def _opened(shard: Entry, metadata: object = None) -> Any:
     parquet = extras.require("pyarrow.parquet", extra="parquet", why=shard.url)
     try:
         return parquet.ParquetFile(_Ranges(shard), metadata=metadata, pre_buffer=True, page_checksum_verification=True)

@@ -103,7 +103,7 @@ class Fields:
             raise UserError(f"{where} is corrupted ({error}): copy it again") from None
 
     @staticmethod
-    def _string(values: Mapping[str, Any], field: str, parameter: str, where: str) -> str:
+    def _string(values: Mapping[str, object], field: str, parameter: str, where: str) -> str:
         if field not in values:
             known = limits.shortened(", ".join(map(str, values)))[1:-1]
             raise UserError(f"{where} has no field {field!r} (it has: {known}): set ShardedSource.{parameter}")

@@ -166,7 +166,7 @@ def _version(entry: Entry) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _written(name: str, rows: Iterable[Mapping[str, Any]], key: str, folder: str, show: Show) -> str:
+def _written(name: str, rows: Iterable[Mapping[str, object]], key: str, folder: str, show: Show) -> str:
     """The file with some rows: its name has a hash of the key, so that it is written once."""
     if not stores.of(folder).has_local_paths:
         raise UserError(

@@ -162,7 +162,7 @@ def _records(lines: Any) -> Any:
         record = json.loads(line)
         return record["text"].encode(), record["domain"].encode()
 
-    def example(line: Any) -> dict[str, Any]:
+    def example(line: object) -> dict[str, Any]:
         text, domain = tf.numpy_function(parsed, [line], [tf.string, tf.string])
         return {"targets": tf.ensure_shape(text, []), "domain": tf.ensure_shape(domain, [])}
 

@@ -133,7 +133,7 @@ def add_cache_dirs(folders: Sequence[str]) -> None:
             seqio.add_global_cache_dirs([folder])
 
 
-def parts(task: Any, split: str) -> list[str]:
+def parts(task: object, split: str) -> list[str]:
     """The names of a mixture's tasks, or of the task itself, if they have the split."""
     return [part.name for part in getattr(task, "tasks", [task]) if split in splits_of(part)]
 

@@ -244,7 +244,7 @@ class _Values:
         return None
 
 
-def _data_files(value: Any) -> list[tuple[str, list[str]]]:
+def _data_files(value: object) -> list[tuple[str, list[str]]]:
     """(split, globs) of `data_files`: a glob, several, splits with globs, or entries of `split` and `path`."""
     if isinstance(value, Mapping):
         return [(str(split), _texts(paths)) for split, paths in value.items()]
@@ -254,5 +254,5 @@ def _data_files(value: Any) -> list[tuple[str, list[str]]]:
     return [(Split.TRAIN, _texts(value))]
 
 
-def _texts(value: Any) -> list[str]:
+def _texts(value: object) -> list[str]:
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]

@@ -147,7 +147,7 @@ def _tokens(files: Files, where: str) -> Iterator[Token]:
         yield Token(_content(value, where), None)
 
 
-def _fields(config: Mapping[str, Any]) -> Iterator[Any]:
+def _fields(config: Mapping[str, object]) -> Iterator[Any]:
     """The values of special tokens, in transformers' order."""
     extra: Any = next((config[name] for name in _LISTS if config.get(name)), [])
     yield from (config[name] for name in _FIELDS if config.get(name))
@@ -174,14 +174,14 @@ def _content(value: object, where: str) -> str:
     return content
 
 
-def _flags(value: Mapping[str, Any]) -> dict[str, bool]:
+def _flags(value: Mapping[str, object]) -> dict[str, bool]:
     is_special = bool(value.get("special", False))
     return {name: bool(value.get(name, name == "normalized" and not is_special)) for name in _FLAGS} | {
         "special": is_special
     }
 
 
-def _flags_of(token: Any) -> dict[str, bool]:
+def _flags_of(token: object) -> dict[str, bool]:
     return {name: getattr(token, name) for name in (*_FLAGS, "special")}
 
 

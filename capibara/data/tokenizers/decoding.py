@@ -113,12 +113,12 @@ def steps_of(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
         yield decoder
 
 
-def is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
+def is_byte_level(decoder: Mapping[str, object] | None) -> bool:
     """Whether the text of a tokenizer.json's tokens is their bytes in UTF-8, and nothing else."""
     return [step["type"] for step in steps_of(decoder)] == ["ByteLevel"]
 
 
-def lookahead_of(decoder: Mapping[str, Any] | None, vocab: Mapping[str, int]) -> Lookahead:
+def lookahead_of(decoder: Mapping[str, object] | None, vocab: Mapping[str, int]) -> Lookahead:
     """What the text of a tokenizer.json's tokens depends on.
 
     Args:
@@ -158,7 +158,7 @@ def _makes_byte_pieces(step: Mapping[str, Any]) -> bool:
     return step["type"] not in ("Fuse", "Metaspace", "ByteFallback")
 
 
-def token_bytes(token: str, decoder: Mapping[str, Any] | None, *, byte_level: bool) -> bytes:
+def token_bytes(token: str, decoder: Mapping[str, object] | None, *, byte_level: bool) -> bytes:
     """The bytes of one token inside a text.
 
     Args:

@@ -177,7 +177,7 @@ def read_bytes(path: str) -> bytes:
         return file.read()
 
 
-def generation(config: Mapping[str, Any]) -> bytes:
+def generation(config: Mapping[str, object]) -> bytes:
     """A generation_config.json with the token ids of a config.json; empty if it has none."""
     ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     return (json.dumps(ids, indent=2) + "\n").encode() if ids else b""
@@ -250,7 +250,7 @@ def special_tokens(folder: str) -> dict[str, str]:
     return named(values, os.path.join(folder, CONFIG_FILE)) | named(older, os.path.join(folder, MAP_FILE))
 
 
-def named(values: Mapping[str, Any], where: str = CONFIG_FILE) -> dict[str, str]:
+def named(values: Mapping[str, object], where: str = CONFIG_FILE) -> dict[str, str]:
     """The special tokens in a file's values; a token is a text, or an object with the text as its content.
 
     Raises:

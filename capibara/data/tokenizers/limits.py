@@ -138,7 +138,7 @@ def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value <= LARGEST_ID
 
 
-def _steps(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _steps(spec: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """All steps of the four parts of a tokenizer, including those in sequences."""
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         growth, count, left = 1.0, 0, [spec.get(part)]
@@ -158,7 +158,7 @@ def _steps(spec: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield step
 
 
-def _growth(step: Mapping[str, Any]) -> float:
+def _growth(step: Mapping[str, object]) -> float:
     """The largest number of characters that a step makes of one."""
     content = step.get("content")
     if step["type"] == "Replace" and isinstance(content, str):
@@ -170,7 +170,7 @@ def _growth(step: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def _regular(step: Mapping[str, Any]) -> Iterator[str]:
+def _regular(step: Mapping[str, object]) -> Iterator[str]:
     pattern = step.get("pattern")
     if isinstance(pattern, dict) and "Regex" in pattern:
         if not isinstance(pattern["Regex"], str):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from capibara.core.types import UserError
 from capibara.inference.calls.dialect import Dialect
@@ -16,7 +15,7 @@ from capibara.inference.sampling.sampling import Sampling
 _LONGEST = 60  # characters of a value in an error
 
 
-def check(choice: Any, tools: Sequence[Any]) -> None:
+def check(choice: object, tools: Sequence[object]) -> None:
     """Checks tool_choice.
 
     Args:
@@ -43,7 +42,7 @@ def check(choice: Any, tools: Sequence[Any]) -> None:
 
 
 def grammar(
-    dialect: Dialect, choice: Any, tools: Sequence[Any], parallel: bool, asked: Grammar | None, is_format: bool
+    dialect: Dialect, choice: object, tools: Sequence[object], parallel: bool, asked: Grammar | None, is_format: bool
 ) -> Grammar | None:
     """What a text must match: a call that is demanded, what the request asks for, or either; None: anything.
 
@@ -96,7 +95,7 @@ def forced(sampling: Sampling, grammar: Grammar | None, dialect: Dialect, thinks
     return dataclasses.replace(sampling, grammar=grammar, thinking_tags=(opening, dialect.tags.close))
 
 
-def _name(choice: Any) -> str | None:
+def _name(choice: object) -> str | None:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None

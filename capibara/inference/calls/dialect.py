@@ -54,7 +54,7 @@ class Dialect:
         """The dialect in an answer to a prompt: its tags are those that the prompt has opened."""
         return self if self.tags is None else dataclasses.replace(self, tags=self.tags.after(prompt))
 
-    def reader(self, tools: Sequence[Any], thinks: bool) -> Reader:
+    def reader(self, tools: Sequence[object], thinks: bool) -> Reader:
         """A reader of one text; `thinks`: whether its prompt ends inside a thought."""
         return Reader(self.form, Tools(tools), self.tags, thinks)
 
@@ -77,7 +77,7 @@ class Dialect:
         return tuple(token for token in ends if token not in spelled)
 
     def grammar(
-        self, tools: Sequence[Any], names: Collection[str], parallel: bool, answer: str | bool | None = None
+        self, tools: Sequence[object], names: Collection[str], parallel: bool, answer: str | bool | None = None
     ) -> Grammar:
         """What a text matches that calls tools, or answers.
 

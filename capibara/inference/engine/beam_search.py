@@ -100,7 +100,7 @@ def build(model: Model, usable: int, sizes: Sizes, mesh: Mesh | None = None, rul
 def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: Rules) -> Programs:
     model, K = same.model.plain, sizes.num_decodes
 
-    def known(x: Any) -> Any:
+    def known(x: object) -> Any:
         """Replicates a value, so that every process can read it."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec())) if mesh else x
 

@@ -192,7 +192,7 @@ class Engine:
         """
         self._loop.lead(send)
 
-    def follow(self, messages: Iterable[Mapping[str, Any]]) -> None:
+    def follow(self, messages: Iterable[Mapping[str, object]]) -> None:
         """Makes the same steps as the leading engine, until its messages end.
 
         Raises:

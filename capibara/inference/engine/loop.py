@@ -62,7 +62,7 @@ class EngineLoop:
         """See `Engine.lead`."""
         self._send = send
 
-    def follow(self, messages: Iterable[Mapping[str, Any]], submit: Callable[[Submission], None]) -> None:
+    def follow(self, messages: Iterable[Mapping[str, object]], submit: Callable[[Submission], None]) -> None:
         """See `Engine.follow`; `submit` processes a message's request and passes it to this loop's `submit`."""
         for message in messages:
             orders = Orders.of(message)

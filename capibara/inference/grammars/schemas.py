@@ -59,7 +59,7 @@ def prepared(schema: str | bool) -> dict[str, Any] | bool:
     return _of(value)
 
 
-def embedded(schema: dict[str, Any] | bool, layout: Mapping[str, Any] = WHITE_SPACE) -> str:
+def embedded(schema: dict[str, Any] | bool, layout: Mapping[str, object] = WHITE_SPACE) -> str:
     """The JSON of a prepared schema, as a part of a grammar in Lark's notation; `layout`: llguidance's options."""
     return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": layout})
 
@@ -110,7 +110,7 @@ class _Patterns:
     def __init__(self) -> None:
         self._distinct, self._pairs, self._joined = set[str](), 0, 0
 
-    def add(self, schema: Mapping[str, Any]) -> None:
+    def add(self, schema: Mapping[str, object]) -> None:
         """Counts those of one schema, without the schemas in it."""
         if isinstance(patterns := schema.get("patternProperties"), dict):
             self._distinct |= patterns.keys()
@@ -152,7 +152,7 @@ def _is_exact(value: int) -> bool:
     return -(2**63) <= value < 2**63 and min(int(float(value)), 2**63 - 1) == value
 
 
-def _of(schema: Any) -> Any:
+def _of(schema: object) -> Any:
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)

@@ -8,7 +8,6 @@ import functools
 import secrets
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -76,7 +75,7 @@ class Chat:
         guarded = self.template.guarded(Conversation([{"role": "user", "content": text}]))
         return self.ids_of(guarded.messages[0]["content"])
 
-    def with_variables(self, variables: Mapping[str, Any]) -> Chat:
+    def with_variables(self, variables: Mapping[str, object]) -> Chat:
         """The same chat, with more variables of its template."""
         changed = Chat(self.vocabulary, self.template.with_variables(variables))
         changed.__dict__["ends"] = self.ends  # which no variable changes

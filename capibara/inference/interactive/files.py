@@ -140,7 +140,7 @@ def complete(
     prompts: list[Prompt],
     path: str,
     chat: Chat | None = None,
-    made_by: Mapping[str, Any] | None = None,
+    made_by: Mapping[str, object] | None = None,
     thinker: Thinker | None = None,
 ) -> Iterator[int]:
     """Writes a line {"prompt", "text", "sampling", ...} for every prompt, in order; yields the number of finished ones.
@@ -215,13 +215,13 @@ def _submitted(engine: Engine, prompt: Prompt, chat: Chat | None) -> Stream:
         raise UserError(f"{prompt.where}: {error}") from None
 
 
-def _asked(prompt: Prompt, made_by: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(prompt: Prompt, made_by: Mapping[str, object]) -> dict[str, Any]:
     """The fields of a line that describe how its text was made; the prompt first."""
     adapter = {} if prompt.adapter is None else {"adapter": prompt.adapter}
     return {"prompt": prompt.text, **adapter, "sampling": changed(prompt.sampling), "made_by": made_by}
 
 
-def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, Any]) -> int:
+def _resume(path: str, prompts: list[Prompt], made_by: Mapping[str, object]) -> int:
     """Number of complete lines in the output; removes an incomplete one after them if all are ours."""
     with open(path, "rb+") as file:
         *lines, rest = file.read().split(b"\n")
@@ -244,7 +244,7 @@ def _values(line: bytes) -> dict[str, Any]:
     return result if isinstance(result, dict) else {}
 
 
-def _check_line(where: str, line: bytes, prompt: list[Prompt], made_by: Mapping[str, Any]) -> None:
+def _check_line(where: str, line: bytes, prompt: list[Prompt], made_by: Mapping[str, object]) -> None:
     """Raises UserError unless a line of the output has this prompt, and the settings that would be used now."""
     result = _values(line)
     if not prompt or result.get("prompt") != prompt[0].text:

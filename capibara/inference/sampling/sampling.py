@@ -178,7 +178,7 @@ def changed(sampling: Sampling) -> dict[str, Any]:
     return json.loads(json.dumps({name: x for name, x in fields.items() if x != default[name]}))
 
 
-def of_values(fields: Mapping[str, Any], others: Sampling = Sampling()) -> Sampling:
+def of_values(fields: Mapping[str, object], others: Sampling = Sampling()) -> Sampling:
     """`others` with the fields replaced that are in these JSON values.
 
     Raises:

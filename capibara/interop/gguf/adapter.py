@@ -10,7 +10,6 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from capibara.storage import outputs, partial
 _EXPERTS = re.compile(r"ffn_(gate|up|down)_exps\.weight")
 
 
-def write_adapter(path: str | os.PathLike[str], config: Mapping[str, Any], pairs: Iterable[Pair]) -> int:
+def write_adapter(path: str | os.PathLike[str], config: Mapping[str, object], pairs: Iterable[Pair]) -> int:
     """Writes adapters in float32; atomically: `path` is either complete or unchanged.
 
     Args:

@@ -37,7 +37,7 @@ def add(family: Family) -> None:
     FAMILIES[:] = [*(known for known in FAMILIES if known.model_type != family.model_type), family]
 
 
-def of_config(config: Mapping[str, Any]) -> Family:
+def of_config(config: Mapping[str, object]) -> Family:
     """The family of a config.json.
 
     Raises:
@@ -53,7 +53,7 @@ def of_config(config: Mapping[str, Any]) -> Family:
     )
 
 
-def of_arch(arch: Any, values: Mapping[str, Any]) -> Family:
+def of_arch(arch: object, values: Mapping[str, object]) -> Family:
     """The family of a file, by its architecture and the metadata under it: some families share an architecture.
 
     Raises:

@@ -136,7 +136,7 @@ class Types:
     large: bool
 
     @classmethod
-    def of(cls, dtype: str, config: Mapping[str, Any], family: Family, tensors: Iterable[Tensor]) -> Types:
+    def of(cls, dtype: str, config: Mapping[str, object], family: Family, tensors: Iterable[Tensor]) -> Types:
         """The types for a config.json and its tensors."""
         layers, experts = family.layers(config), family.experts(config)
         heads, kv_heads = family.heads(config)

@@ -389,7 +389,7 @@ def _of_sentencepiece(data: bytes, files: Mapping[str, bytes], config: Mapping[s
     return values | {"ggml.add_bos_token": "ggml.bos_token_id" in values, "ggml.add_eos_token": False}
 
 
-def _is_byte_level(spec: Mapping[str, Any]) -> bool:
+def _is_byte_level(spec: Mapping[str, object]) -> bool:
     return any(part["type"] == "ByteLevel" for part in _parts(spec, "pre_tokenizer"))
 
 
@@ -419,7 +419,7 @@ def _byte_level_pieces(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {"ggml.model": "gpt2", "ggml.pre": name, "ggml.merges": [" ".join(pair) for pair in _pairs(spec)]}
 
 
-def _split_of(part: Mapping[str, Any]) -> str | None:
+def _split_of(part: Mapping[str, object]) -> str | None:
     """The split of a pre_tokenizer's step, in the form of Pre.splits; None: it does not split."""
     match part:
         case {"type": "ByteLevel", "add_prefix_space": False}:
@@ -441,7 +441,7 @@ def _plain(pattern: str) -> str:
     return pattern.replace("\r", r"\r").replace("\n", r"\n")
 
 
-def _sentencepiece_pieces(spec: Mapping[str, Any], tokens: Mapping[int, str], size: int) -> dict[str, Any]:
+def _sentencepiece_pieces(spec: Mapping[str, object], tokens: Mapping[int, str], size: int) -> dict[str, Any]:
     parts = [part for name in ("normalizer", "pre_tokenizer") for part in _parts(spec, name)]
     steps = [part["type"] for part in parts]
     odd = [step for step in steps if step not in ("Prepend", "Replace", "Metaspace", "Split")]
@@ -481,7 +481,7 @@ def _kind(
     return NORMAL
 
 
-def _special(files: Mapping[str, bytes], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, Any]:
+def _special(files: Mapping[str, bytes], config: Mapping[str, object], ids: Mapping[str, int]) -> dict[str, Any]:
     """The special tokens and the chat template."""
     try:
         tokenizer_config = limits.parse_json(files.get("tokenizer_config.json", b"{}"))

@@ -24,7 +24,7 @@ from capibara.storage import outputs, partial
 
 def write_gguf(
     path: str | os.PathLike[str],
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     tensors: Iterable[tuple[str, np.ndarray | Packed]],
     tokenizer: Mapping[str, bytes],
     about: Mapping[str, bytes] | None = None,
@@ -186,7 +186,7 @@ class _File:
             raise UserError(f"{tensor.name} has values beyond {most:g}, {kind.name} cannot hold them: try bf16 or f32")
         return gguf_types.quantized(value, kind)
 
-    def _add_values(self, values: Mapping[str, Any], types: gguf_types.Types) -> None:
+    def _add_values(self, values: Mapping[str, object], types: gguf_types.Types) -> None:
         """Adds the metadata: Python floats become float32, integers uint32."""
         writer = self._writer
         writer.add_type("model")

@@ -86,7 +86,7 @@ def card(head: Mapping[str, str | list[str]], body: str) -> bytes:
     return "\n".join(["---", *lines, "---", "", body, ""]).encode()
 
 
-def of_fine_tuned(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+def of_fine_tuned(about: Mapping[str, bytes], config: Mapping[str, object]) -> dict[str, bytes]:
     """The files of a fine-tuned model: its base's licence, and a card that names the base.
 
     Args:
@@ -129,7 +129,7 @@ def of_merged(models: Mapping[str, tuple[Mapping[str, bytes], Mapping[str, Any]]
     return files | {CARD: card(head, f"Merged with capibara by {method} from {', '.join(names)}.")}
 
 
-def name_of(known: Facts, config: Mapping[str, Any]) -> str:
+def name_of(known: Facts, config: Mapping[str, object]) -> str:
     """A model's name; "": unknown."""
     for value in (known.get("model_name"), config.get("_name_or_path")):
         if isinstance(value, str) and value.strip("/. "):
@@ -137,7 +137,7 @@ def name_of(known: Facts, config: Mapping[str, Any]) -> str:
     return ""
 
 
-def general(about: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str | list[str]]:
+def general(about: Mapping[str, bytes], config: Mapping[str, object]) -> dict[str, str | list[str]]:
     """A GGUF file's metadata under "general." (without that prefix), from a model's card and config.json."""
     known = facts(about.get(CARD, b""))
     result: dict[str, str | list[str]] = {}

@@ -23,7 +23,7 @@ _DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 _TOLERANCE = 1e-6  # what float32's functions of torch and numpy differ by, relative to a value and to the largest
 
 
-def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: Read) -> dict[str, Any]:
+def with_stored_head(config: Mapping[str, object], stored: Collection[str], read: Read) -> dict[str, Any]:
     """A config.json with the head that a checkpoint's tensors have.
 
     transformers 5.24 ties two tensors that are both in a checkpoint only if they are equal. Where they differ it keeps
@@ -68,7 +68,7 @@ def with_stored_head(config: Mapping[str, Any], stored: Collection[str], read: R
     return resolved
 
 
-def _check_constants(names: Names, todays: Mapping[str, str], values: Mapping[str, Any], read: Read) -> None:
+def _check_constants(names: Names, todays: Mapping[str, str], values: Mapping[str, object], read: Read) -> None:
     """Raises UserError if a stored tensor of what our model computes has other values, up to the rounding of its dtype."""
     constants = {name: of for pattern, of in names.constants.items() for name in todays if re.search(pattern, name)}
     if constants:
@@ -100,7 +100,7 @@ def _rounded(stored: np.ndarray, value: np.ndarray) -> bool:
     return False
 
 
-def absent(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, np.ndarray]:
+def absent(config: Mapping[str, object], stored: Collection[str]) -> dict[str, np.ndarray]:
     """The tensors that a checkpoint lacks and need not have, with transformers' values of them.
 
     Args:
@@ -134,7 +134,7 @@ def _config_read() -> Iterator[None]:
         raise UserError(f"config.json cannot be read ({type(error).__name__}: {error}): copy the file again") from error
 
 
-def cuts(config: Mapping[str, Any], shapes: Callable[[], Mapping[str, Shape]]) -> dict[str, Cut]:
+def cuts(config: Mapping[str, object], shapes: Callable[[], Mapping[str, Shape]]) -> dict[str, Cut]:
     """The tensors that a checkpoint holds in others, by name.
 
     Args:

@@ -202,7 +202,7 @@ def _state_dict(content: io.BytesIO) -> Mapping[str, Any]:
     return result
 
 
-def _slices(header: Mapping[str, Any]) -> list[_Slice]:
+def _slices(header: Mapping[str, object]) -> list[_Slice]:
     return [value for value in header.values() if isinstance(value, _Slice)]
 
 
@@ -233,7 +233,7 @@ def _ordered(*items: object) -> dict[Any, Any]:
     return {}
 
 
-def _parameter(tensor: Any = None, *_: object) -> Any:
+def _parameter(tensor: object = None, *_: object) -> Any:
     return tensor
 
 

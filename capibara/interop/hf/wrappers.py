@@ -387,7 +387,7 @@ def _tied(values: Values, inner: Values, wrapper: Wrapper, family: Family) -> An
     return values.get(wrapper.tied_by, tied)
 
 
-def _along_text(rope: Any, wrapper: Wrapper) -> Any:
+def _along_text(rope: object, wrapper: Wrapper) -> Any:
     """The parameters of rotary positions without what only images need."""
     if not isinstance(rope, Mapping):
         return rope

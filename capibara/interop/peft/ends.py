@@ -162,7 +162,7 @@ def _rows(
     return result | ({ends.head: result[ends.embedding]} if both and result else {})
 
 
-def _ties(field: str, ends: Ends, config: Mapping[str, Any]) -> bool:
+def _ties(field: str, ends: Ends, config: Mapping[str, object]) -> bool:
     """Whether PEFT ties what a field adds to the embedding and the head."""
     return ends.tied and ensures(field, config)
 
@@ -178,7 +178,7 @@ def ensures(field: str, config: Mapping[str, Any]) -> bool:
 
 
 def _stored(
-    stored: dict[str, np.ndarray], ends: Ends, config: Mapping[str, Any], weight: Weight
+    stored: dict[str, np.ndarray], ends: Ends, config: Mapping[str, object], weight: Weight
 ) -> dict[str, np.ndarray]:
     """The matrices before adapters, with tensors popped from `stored`."""
     modules = (ends.embedding, ends.head)
@@ -194,7 +194,7 @@ def _stored(
     return {module: weights[module] if module in weights else weight(f"{module}.weight") for module in modules}
 
 
-def _deltas(stored: dict[str, np.ndarray], ends: Ends, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _deltas(stored: dict[str, np.ndarray], ends: Ends, config: Mapping[str, object]) -> dict[str, np.ndarray]:
     """What the adapters add to each matrix [vocabulary, embed], popped from `stored`."""
     products = {}
     for module, (a, b) in {ends.embedding: (_A, _B), ends.head: (PARTS["a"], PARTS["b"])}.items():
@@ -219,7 +219,7 @@ def _sum(
     return total * (magnitude.reshape(lengths.shape) / lengths)
 
 
-def read_shared(stored: dict[str, np.ndarray], tied: bool, config: Mapping[str, Any], folder: str) -> None:
+def read_shared(stored: dict[str, np.ndarray], tied: bool, config: Mapping[str, object], folder: str) -> None:
     """Reads the embedding of an encoder-decoder, which PEFT saves for each of the modules that share it.
 
     What PEFT has for `shared` alone has no effect, as encoder and decoder look tokens up in modules of their own.
@@ -280,7 +280,7 @@ def sharing(saved: Mapping[str, np.ndarray], model: Model, rows: Sequence[Tensor
 
 
 def written(
-    values: Mapping[str, Any], rows: Sequence[Tensor], ids: Sequence[int]
+    values: Mapping[str, object], rows: Sequence[Tensor], ids: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The trained rows by their name without PEFT's prefix, and their entry in adapter_config.json."""
     if not ids:

@@ -47,7 +47,7 @@ class Kind:
         return Kind(f"{self.must} or null", lambda value: value is None or self.fits(value))
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return type(value) is int and abs(value) < _LARGEST
 
 
@@ -59,11 +59,11 @@ def _is_list(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and len(value) < 100_000 and all(map(of, value))
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_regex(value: Any) -> bool:
+def _is_regex(value: object) -> bool:
     with contextlib.suppress(re.error, limits.Refused, RecursionError, OverflowError):
         if isinstance(value, str):
             limits.check_pattern(value, most=4096)
@@ -73,7 +73,7 @@ def _is_regex(value: Any) -> bool:
 
 
 def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def fits(values: Any) -> bool:
+    def fits(values: object) -> bool:
         if not isinstance(values, dict) or len(values) > _PATTERNS or not all(map(of, values.values())):
             return False
         return all(len(key) <= 512 and _is_regex(key) for key in values)
@@ -81,17 +81,17 @@ def _is_pattern(of: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return fits
 
 
-def _is_names(value: Any) -> bool:
+def _is_names(value: object) -> bool:
     return _is_regex(value) if isinstance(value, str) else _is_list(_is_text)(value)
 
 
-def _is_tokens(value: Any) -> bool:
+def _is_tokens(value: object) -> bool:
     ids = _is_list(lambda item: type(item) is int and 0 <= item < _LARGEST)
     return ids(value) or (isinstance(value, dict) and all(map(ids, value.values())))
 
 
 def _is_ranges(value: Any) -> bool:
-    def is_range(value: Any) -> bool:
+    def is_range(value: object) -> bool:
         return isinstance(value, list) and len(value) == 2 and all(map(_is_int, value)) and 0 <= value[0] < value[1]
 
     return _is_list(is_range)(value) and len(value) <= _PATTERNS
@@ -145,15 +145,15 @@ def _one_of(*values: str) -> Kind:
     return Kind(f"one of {', '.join(values)}", lambda value: isinstance(value, str) and value in values)
 
 
-def _computed(kind: Kind, default: Any, about: str) -> Field:
+def _computed(kind: Kind, default: object, about: str) -> Field:
     return Field(Use.COMPUTED, kind, default, about)
 
 
-def _ignored(kind: Kind, default: Any, about: str) -> Field:
+def _ignored(kind: Kind, default: object, about: str) -> Field:
     return Field(Use.IGNORED, kind, default, about)
 
 
-def _refused(neutral: tuple[Any, ...], about: str) -> Field:
+def _refused(neutral: tuple[object, ...], about: str) -> Field:
     kind = Kind("without effect", lambda value: any(type(value) is type(item) and value == item for item in neutral))
     return Field(Use.REFUSED, kind, neutral[0], about)
 
@@ -268,7 +268,7 @@ def read(folder: str) -> dict[str, Any]:
     return config
 
 
-def _check(path: str, name: str, value: Any, field: Field) -> None:
+def _check(path: str, name: str, value: object, field: Field) -> None:
     if not field.kind.fits(value):
         fix = _FIX if field.use is Use.REFUSED else "name a folder that PEFT wrote"
         fault = f"which is not supported ({field.about})" if field.use is Use.REFUSED else f"must be {field.kind.must}"
@@ -282,7 +282,7 @@ def _check(path: str, name: str, value: Any, field: Field) -> None:
             )
 
 
-def _check_neutral(path: str, name: str, value: Any) -> None:
+def _check_neutral(path: str, name: str, value: object) -> None:
     """Raises UserError if a field that PEFT 0.21 does not have has a value that may have an effect."""
     if value not in (None, False, 0, "", [], {}):
         raise UserError(
@@ -291,7 +291,7 @@ def _check_neutral(path: str, name: str, value: Any) -> None:
         )
 
 
-def _check_together(path: str, config: Mapping[str, Any]) -> None:
+def _check_together(path: str, config: Mapping[str, object]) -> None:
     """Raises UserError for fields that PEFT refuses together, or whose order in PEFT is not followed here."""
     names = [name for name in _VARIANTS if config[name] or isinstance(config[name], dict)]
     names += ["init_lora_weights"] if config["init_lora_weights"] == "mica" else []
@@ -315,11 +315,11 @@ def _check_together(path: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: object) -> str:
     return f"{limits.shortened(name)[1:-1]} = {limits.shortened(value)}"
 
 
-def change_of_base(config: Mapping[str, Any]) -> str:
+def change_of_base(config: Mapping[str, object]) -> str:
     """The field by which PEFT takes a part of the base away when it loads the adapter; "": none."""
     if config["init_lora_weights"] in ("pissa", "olora"):
         return "init_lora_weights"
@@ -336,7 +336,7 @@ def alpha_of(name: str, config: Mapping[str, Any]) -> float:
     return float(_matched(_key(name, config), config["alpha_pattern"], config["lora_alpha"]))
 
 
-def scale_of(name: str, config: Mapping[str, Any]) -> float:
+def scale_of(name: str, config: Mapping[str, object]) -> float:
     """The factor of a module's product, by its name in PEFT's model."""
     rank = rank_of(name, config)
     return alpha_of(name, config) / (rank**0.5 if config["use_rslora"] else rank)

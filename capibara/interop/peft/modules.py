@@ -102,7 +102,7 @@ def of_layers(row: Tensor, layers: Sequence[Layer], values: dict[str, Values]) -
     return Module(row, largest.rank, largest.alpha, values, differ)
 
 
-def of_ours(row: Tensor, values: Mapping[str, Any], shapes: Mapping[str, Shape], lora: Lora) -> Module:
+def of_ours(row: Tensor, values: Mapping[str, object], shapes: Mapping[str, Shape], lora: Lora) -> Module:
     """Combines the adapters of our weights into one of PEFT's.
 
     Args:

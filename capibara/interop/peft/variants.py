@@ -28,7 +28,7 @@ _OF_TRAINING = {
 Weight = Callable[[str], np.ndarray]  # a tensor of the base in f32 [outputs, inputs], by its name in a checkpoint
 
 
-def without_training(stored: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def without_training(stored: Mapping[str, np.ndarray], config: Mapping[str, object]) -> dict[str, np.ndarray]:
     """The tensors that have an effect after training."""
     unused = [pattern for name, pattern in _OF_TRAINING.items() if config[name] is not None]
     return {name: value for name, value in stored.items() if not any(pattern.search(name) for pattern in unused)}
@@ -92,7 +92,7 @@ def as_pairs(
 
 
 def _check_rank(
-    stored: Mapping[str, np.ndarray], module: str, name: str, config: Mapping[str, Any], folder: str
+    stored: Mapping[str, np.ndarray], module: str, name: str, config: Mapping[str, object], folder: str
 ) -> None:
     rank, result = fields.rank_of(name, config), stored[module + A].shape[0]
     if ".experts" in module or result == rank:  # a layer's experts can be in one tensor, or several in one adapter
@@ -124,7 +124,7 @@ def _fill_blocks(stored: dict[str, np.ndarray], module: str, name: str, config: 
         stored[part] = full
 
 
-def _of_base(weight: Weight, module: str, config: Mapping[str, Any], field: str, folder: str) -> np.ndarray:
+def _of_base(weight: Weight, module: str, config: Mapping[str, object], field: str, folder: str) -> np.ndarray:
     try:
         return np.asarray(weight(f"{module}.weight"), np.float64)
     except KeyError:
@@ -135,7 +135,7 @@ def _of_base(weight: Weight, module: str, config: Mapping[str, Any], field: str,
 
 
 def _taken_from_base(
-    weight: np.ndarray, rank: int, scale: float, config: Mapping[str, Any]
+    weight: np.ndarray, rank: int, scale: float, config: Mapping[str, object]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Factors a [r, inputs] and b [outputs, r] of what PEFT subtracts, which the adapter's scale multiplies."""
     if config["init_lora_weights"] == "olora":

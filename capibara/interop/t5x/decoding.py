@@ -34,7 +34,7 @@ class Decoding(NamedTuple):
     unused: list[str]
 
 
-def translated(decoder: bool, bound: Mapping[str, Any], targets: int | None) -> Decoding:
+def translated(decoder: bool, bound: Mapping[str, object], targets: int | None) -> Decoding:
     """The generation options of a run.
 
     Args:

@@ -146,7 +146,7 @@ _KEYS = {
 _DECODER_KEYS = {"num_layers": "num_layers"}  # instead of those of both sides
 
 
-def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(network: Mapping[str, object]) -> dict[str, Any]:
     """The values of config.json that a T5Config determines.
 
     Raises:
@@ -163,7 +163,7 @@ def config_of(network: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def computing_of(network: Mapping[str, Any]) -> dict[str, Any]:
+def computing_of(network: Mapping[str, object]) -> dict[str, Any]:
     """The dtype and dropout_rate of a T5Config, under our names, as far as it sets them.
 
     Raises:
@@ -242,7 +242,7 @@ def _bindings(text: str) -> Iterator[tuple[str, str, Any]]:
             continue  # a reference, or a value that continues on the next line: not needed
 
 
-def gin_text(config: Mapping[str, Any], computing: Mapping[str, Any]) -> str:
+def gin_text(config: Mapping[str, object], computing: Mapping[str, object]) -> str:
     """T5X's Gin text of a network.
 
     Args:

@@ -92,7 +92,7 @@ def save_t5x(
                 file.write(content)
 
 
-def _check(config: Mapping[str, Any]) -> None:
+def _check(config: Mapping[str, object]) -> None:
     """Raises UserError if T5X has no such model."""
     if config["model_type"] not in ("t5", "umt5", T5X_DECODER_TYPE):
         raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def specs(layout: Layout) -> tuple[P, P, P]:
     return P(layout.row_axes or None, layout.time_axes or None), P(None, layout.head_axes or None), P(layout.axes)
 
 
-def on_shards(local: Callable, layout: Layout, in_specs: tuple[P, ...], out_specs: Any) -> Callable:
+def on_shards(local: Callable, layout: Layout, in_specs: tuple[P, ...], out_specs: object) -> Callable:
     """`local` on each shard of the loss; the partitioner handles the vocabulary's axes."""
     if not layout.axes:
         return local

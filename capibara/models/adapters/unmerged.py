@@ -338,7 +338,7 @@ def _factors(adapter: Adapter) -> dict[str, tuple[np.ndarray, np.ndarray, np.nda
     return result
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(values: Mapping[str, object]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +72,7 @@ class Whole:
 class FrozenWeight(Frozen):
     """A parameter whose `[...]` returns a Whole."""
 
-    def __getitem__(self, _: Any) -> Whole:  # type: ignore[override]  # a Variable gives its array
+    def __getitem__(self, _: object) -> Whole:  # type: ignore[override]  # a Variable gives its array
         return Whole(self.get_value())
 
 
@@ -206,7 +205,7 @@ class StoredWeight(nnx.Module):
         self.means = Frozen(blocks.means, axes=across) if double else None
         self.steps = Frozen(blocks.steps, axes=across) if double else None
 
-    def __getitem__(self, _: Any) -> Blocks:
+    def __getitem__(self, _: object) -> Blocks:
         means, steps = (None if part is None else part[...] for part in (self.means, self.steps))
         return Blocks(self.codes[...], self.scales[...], means, steps, self.kind, self.dim)
 

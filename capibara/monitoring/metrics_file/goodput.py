@@ -45,7 +45,7 @@ class _Life:
         return max(record["time"] for record in self.records)
 
 
-def account(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def account(records: Iterable[Mapping[str, object]]) -> dict[str, float]:
     """Seconds by category, and their sum as "total".
 
     Args:
@@ -91,7 +91,7 @@ def _add(spent: dict[str, float], life: _Life, kept_steps: int | None) -> None:
                 spent[name] += _seconds(record, name if record["kind"] == "event" else f"{name}_s")
 
 
-def _seconds(record: Mapping[str, Any], name: str) -> float:
+def _seconds(record: Mapping[str, object], name: str) -> float:
     """A duration of a line, which may be anyone's; 0: it has none, or no plausible one."""
     value = record.get(name)
     return value if isinstance(value, (int, float)) and abs(value) < _MOST_S else 0.0

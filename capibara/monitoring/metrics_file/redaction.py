@@ -53,7 +53,7 @@ def redact(text: str) -> str:
     return _LONG_KEY.sub(lambda match: match[0] if _is_word(match[0]) else HIDDEN, text)
 
 
-def redact_json(value: Any, depth: int = _DEEPEST) -> Any:
+def redact_json(value: object, depth: int = _DEEPEST) -> Any:
     """JSON values with redacted strings; those under the name of a secret, and too deep ones, are hidden whole."""
     if isinstance(value, str):
         return redact(value)
@@ -64,7 +64,7 @@ def redact_json(value: Any, depth: int = _DEEPEST) -> Any:
     return [redact_json(item, depth - 1) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _under(name: str, value: Any, depth: int) -> Any:
+def _under(name: str, value: object, depth: int) -> Any:
     prefix = f"{name}="
     if isinstance(value, str) and "\n" not in value and " " not in value:
         return redact(prefix + value).removeprefix(prefix)

@@ -203,7 +203,7 @@ class _Session:
         elif kind == "event":
             self._event(record)
 
-    def _event(self, record: Mapping[str, Any]) -> None:
+    def _event(self, record: Mapping[str, object]) -> None:
         event = record.get("event")
         if event in AGAIN:
             self.reason = "crashed"
@@ -226,7 +226,7 @@ class _Session:
         self.pictures.send(self.moment, every_s=0.0)
         self._tracker.finish(self.reason)
 
-    def _log(self, group: str, values: Mapping[str, Any]) -> None:
+    def _log(self, group: str, values: Mapping[str, object]) -> None:
         numbers = dict(itertools.islice(_numbers(group, values), _MOST_METRICS))
         if numbers:
             self._tracker.log(self.moment, numbers)
@@ -243,11 +243,11 @@ class _Session:
             self._tracker.text(self.moment, lineage.NAME, redact(result))
 
 
-def _values(record: Mapping[str, Any]) -> dict[str, Any]:
+def _values(record: Mapping[str, object]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("kind", "event", "step", "time")}
 
 
-def _numbers(group: str, values: Mapping[str, Any], depth: int = _DEEPEST) -> Iterator[tuple[str, float]]:
+def _numbers(group: str, values: Mapping[str, object], depth: int = _DEEPEST) -> Iterator[tuple[str, float]]:
     """Finite numbers by name; those of several devices get the device's number as the last part."""
     for name, value in values.items():
         if isinstance(value, (dict, list)):

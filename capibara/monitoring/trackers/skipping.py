@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from capibara.monitoring.metrics_file.redaction import redact
 from capibara.monitoring.trackers.tracker import Moment, Refused, Tracker
@@ -33,7 +32,7 @@ class Skipping(Tracker):
     def text(self, moment: Moment, name: str, text: str) -> None:
         self._try(moment, name, lambda: self._tracker.text(moment, name, text))
 
-    def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
+    def facts(self, moment: Moment, facts: Mapping[str, object]) -> None:
         self._try(moment, "facts", lambda: self._tracker.facts(moment, facts))
 
     def picture(self, moment: Moment, name: str, path: str) -> None:

@@ -129,7 +129,7 @@ class Tracker:
     def text(self, moment: Moment, name: str, text: str) -> None:
         """A text: "config.gin", "lineage.jsonl", or "sample/PROMPT", which is the prompt and its continuation."""
 
-    def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
+    def facts(self, moment: Moment, facts: Mapping[str, object]) -> None:
         """JSON values about the run: machine, packages, devices, git state, data sets; once a start."""
 
     def picture(self, moment: Moment, name: str, path: str) -> None:

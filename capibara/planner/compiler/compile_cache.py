@@ -127,7 +127,7 @@ class Verdict:
 
 def verdict(
     command: Sequence[str],
-    key: Mapping[str, Any],
+    key: Mapping[str, object],
     *,
     deadline_s: float,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -246,7 +246,7 @@ def _statements(source: str) -> str:
     return ast.unparse(tree)
 
 
-def _identity(key: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(key: Mapping[str, object]) -> dict[str, Any]:
     """All that a result depends on, as JSON values."""
     library = _own_library()
     identity = {
@@ -292,15 +292,15 @@ def _own_library() -> dict[str, str]:
     return {"libtpu": f"{path} ({result.st_size} bytes, changed {result.st_mtime_ns})"}
 
 
-def _canonical(values: Mapping[str, Any]) -> str:
+def _canonical(values: Mapping[str, object]) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
-def _entry_path(identity: Mapping[str, Any], cache_dir: pathlib.Path) -> pathlib.Path:
+def _entry_path(identity: Mapping[str, object], cache_dir: pathlib.Path) -> pathlib.Path:
     return cache_dir / f"{hashlib.sha256(_canonical(identity).encode()).hexdigest()}.json"
 
 
-def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | None:
+def _read(cache_dir: pathlib.Path, identity: Mapping[str, object]) -> Verdict | None:
     """The cache entry; None if it is missing, incomplete or of another key."""
     try:
         entry = json.loads(_entry_path(identity, cache_dir).read_text(encoding="utf-8"))
@@ -313,7 +313,7 @@ def _read(cache_dir: pathlib.Path, identity: Mapping[str, Any]) -> Verdict | Non
     return Verdict(_outcome(compiled), compiled, elapsed_s, cached=True, date=date, versions=versions)
 
 
-def _write(cache_dir: pathlib.Path, identity: Mapping[str, Any], result: Verdict) -> None:
+def _write(cache_dir: pathlib.Path, identity: Mapping[str, object], result: Verdict) -> None:
     """Writes the entry atomically; if that fails, the next compile is repeated, but this result stands."""
     path = _entry_path(identity, cache_dir)
     assert result.compiled is not None

@@ -63,7 +63,7 @@ class TeacherBatches(BatchProvider):
         self._params: Params | None = None  # of the teacher
         self._drawn: list[float] = []  # 1: the batch's answers were drawn by the student
 
-    def begin(self, params: Params, step: int, saved: Mapping[str, Any] | None) -> None:
+    def begin(self, params: Params, step: int, saved: Mapping[str, object] | None) -> None:
         options, run = self._options, self._run
         if options.teacher is None or self._params is not None:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from capibara.core.types import UserError
 from capibara.data.chat.formats import Message
@@ -46,5 +46,5 @@ class Environment(abc.ABC):
             raise UserError(f"{type(self).__name__}.turns is {self.turns}, must be at least 1: try 4")
 
     @abc.abstractmethod
-    def begin(self, record: Mapping[str, Any]) -> Episode:
+    def begin(self, record: Mapping[str, object]) -> Episode:
         """A new dialogue about a record of the data; of several processes one calls it."""

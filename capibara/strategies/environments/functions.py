@@ -40,7 +40,7 @@ class FunctionTools(Environment):
         if self.result_chars < 1:
             raise UserError(f"FunctionTools.result_chars is {self.result_chars}, must be at least 1: try 2000")
 
-    def begin(self, record: Mapping[str, Any]) -> Episode:
+    def begin(self, record: Mapping[str, object]) -> Episode:
         del record
         return _Calls({function.__name__: function for function in self.functions}, self.result_chars)
 

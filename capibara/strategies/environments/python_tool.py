@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from capibara.config import configurable
 from capibara.core.types import UserError
@@ -50,7 +49,7 @@ class PythonTool(Environment):
         if self.result_chars < 1:
             raise UserError(f"PythonTool.result_chars is {self.result_chars}, must be at least 1: try 2000")
 
-    def begin(self, record: Mapping[str, Any]) -> Episode:
+    def begin(self, record: Mapping[str, object]) -> Episode:
         def python(code: str) -> str:
             return self.result(code)
 

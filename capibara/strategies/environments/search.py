@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from capibara.config import configurable
 from capibara.retrieval.index import Index
@@ -33,5 +32,5 @@ class Search(SearchTool, Environment):
         tool = IndexSearch(index, self.k, self.result_chars)
         return FunctionTools(functions=(tool.search,), turns=self.turns, result_chars=self.result_chars)
 
-    def begin(self, record: Mapping[str, Any]) -> Episode:
+    def begin(self, record: Mapping[str, object]) -> Episode:
         raise AssertionError("the run opens the index before its first dialogue")

@@ -513,7 +513,7 @@ def _unflattened(outer: OuterOptimizer, standing: _Standing) -> PyTree:
     return jax.tree.unflatten(structure, standing.outer)
 
 
-def _leaves(outer: Any) -> list[np.ndarray]:
+def _leaves(outer: object) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(outer)]
 
 

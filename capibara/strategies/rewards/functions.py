@@ -21,7 +21,7 @@ from capibara.strategies.rewards.numbers import last_number
 
 @configurable
 def exact_answer(
-    prompt: str, answer: str, record: Mapping[str, Any], *, field: str = "answer", pattern: str | None = None
+    prompt: str, answer: str, record: Mapping[str, object], *, field: str = "answer", pattern: str | None = None
 ) -> float:
     """1 if the answer equals the record's, ignoring case and white space; otherwise 0.
 
@@ -40,7 +40,7 @@ def exact_answer(
 def numeric_answer(
     prompt: str,
     answer: str,
-    record: Mapping[str, Any],
+    record: Mapping[str, object],
     *,
     field: str = "answer",
     pattern: str | None = None,
@@ -72,7 +72,7 @@ def numeric_answer(
 
 
 @configurable
-def matches_pattern(prompt: str, answer: str, record: Mapping[str, Any], *, pattern: str | None = None) -> float:
+def matches_pattern(prompt: str, answer: str, record: Mapping[str, object], *, pattern: str | None = None) -> float:
     """1 if the whole answer matches a regular expression (. is any character), otherwise 0."""
     del prompt, record
     if pattern is None:
@@ -97,7 +97,7 @@ def _compiled(pattern: str) -> re.Pattern:
         raise UserError(f"the reward's pattern {pattern!r} is no regular expression ({error}): mend it") from None
 
 
-def _of(record: Mapping[str, Any], field: str) -> Any:
+def _of(record: Mapping[str, object], field: str) -> Any:
     if field not in record:
         raise UserError(f"a record has no field {field!r} (it has: {', '.join(record)}): set the reward's field")
     return record[field]

@@ -43,13 +43,13 @@ class JsonAnswer(Verifier):
         del prompt
         return float(_processes().ask({"schema": self._schema(record), "answer": answer}, self.seconds) is True)
 
-    def check_record(self, record: Mapping[str, Any]) -> None:
+    def check_record(self, record: Mapping[str, object]) -> None:
         if mistake := _mistake(schema := self._schema(record)):
             raise UserError(
                 f"JsonAnswer.field ({self.field!r}) of a record is {schema[:80]!r}, must be a JSON Schema: {mistake}"
             )
 
-    def _schema(self, record: Mapping[str, Any]) -> str:
+    def _schema(self, record: Mapping[str, object]) -> str:
         if self.field not in record:
             raise UserError(
                 f"a record has no field {self.field!r} (it has: {', '.join(record)}): set JsonAnswer.field to the one with the schema"

@@ -84,7 +84,7 @@ def validator(text: str) -> Any:
     return kind(schema, registry=referencing.Registry())
 
 
-def _resolver(schema: Any) -> Any:
+def _resolver(schema: object) -> Any:
     """What looks up a schema's references; None: it has an inner `$id`, from which some may begin: validation follows those."""
     import referencing.jsonschema
 
@@ -96,7 +96,7 @@ def _resolver(schema: Any) -> Any:
     return referencing.Registry().with_resource(uri, resource).resolver(uri)
 
 
-def _keywords(schema: Any, has_names: bool = False) -> Iterator[tuple[str, Any]]:
+def _keywords(schema: object, has_names: bool = False) -> Iterator[tuple[str, Any]]:
     """All keywords of a schema with their values, without those in data; `has_names`: it is an object of schemas by name."""
     if isinstance(schema, list):
         for item in schema:

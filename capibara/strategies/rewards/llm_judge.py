@@ -126,10 +126,10 @@ class LlmJudge(Verifier):
             f"LlmJudge.url {self.url} gives no grade in {number + 1} tries ({error}): see to that server, and resume"
         )
 
-    def check_record(self, record: Mapping[str, Any]) -> None:
+    def check_record(self, record: Mapping[str, object]) -> None:
         self._message("", "", record)
 
-    def _message(self, prompt: str, answer: str, record: Mapping[str, Any]) -> str:
+    def _message(self, prompt: str, answer: str, record: Mapping[str, object]) -> str:
         try:
             return self.template.format(prompt=prompt, answer=answer, record=record)
         except (LookupError, AttributeError, ValueError, TypeError) as error:

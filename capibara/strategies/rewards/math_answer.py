@@ -42,7 +42,7 @@ class MathAnswer(Verifier):
         del prompt
         return float(verifying().equal(self._right(record), answer, self.seconds, self.boxed))
 
-    def check_record(self, record: Mapping[str, Any]) -> None:
+    def check_record(self, record: Mapping[str, object]) -> None:
         right = self._right(record)
         if not is_readable(right, self.seconds):
             raise UserError(
@@ -50,7 +50,7 @@ class MathAnswer(Verifier):
                 "LaTeX, between $ where it has words"
             )
 
-    def _right(self, record: Mapping[str, Any]) -> str:
+    def _right(self, record: Mapping[str, object]) -> str:
         if self.field not in record:
             raise UserError(
                 f"a record has no field {self.field!r} (it has: {', '.join(record)}): set MathAnswer.field to the one with the answer"

@@ -35,7 +35,7 @@ class PassesTests(Verifier):
         del prompt
         return float(sandbox.run(answers.judged(self._target(record), answer), self.limits).passed)
 
-    def check_record(self, record: Mapping[str, Any]) -> None:
+    def check_record(self, record: Mapping[str, object]) -> None:
         answers.judged(self._target(record), "")
 
     def _target(self, record: Mapping[str, Any]) -> dict[str, Any]:

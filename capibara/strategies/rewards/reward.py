@@ -48,7 +48,7 @@ def check_reward(reward: object) -> None:
         reward("", "", {})
 
 
-def check_record(reward: Reward, record: Mapping[str, Any]) -> None:
+def check_record(reward: Reward, record: Mapping[str, object]) -> None:
     """Raises UserError if a ready reward or a verifier cannot judge answers to the prompt of a record."""
     if isinstance(reward, Verifier):
         reward.check_record(record)

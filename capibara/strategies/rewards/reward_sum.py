@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class RewardSum:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(
-        self, pool: ThreadPoolExecutor | None, prompt: str, answer: str, record: Mapping[str, Any], where: str
+        self, pool: ThreadPoolExecutor | None, prompt: str, answer: str, record: Mapping[str, object], where: str
     ) -> Callable[[], Total]:
         """Begins with those that run in threads; the function that it returns computes the others, and waits.
 

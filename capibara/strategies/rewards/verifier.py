@@ -21,5 +21,5 @@ class Verifier(abc.ABC):
         """The reward of an answer, as of a `Reward`."""
 
     @abc.abstractmethod
-    def check_record(self, record: Mapping[str, Any]) -> None:
+    def check_record(self, record: Mapping[str, object]) -> None:
         """Raises UserError if no answer to a record can be verified; it must be quick."""

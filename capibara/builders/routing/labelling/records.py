@@ -119,7 +119,7 @@ def read(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) ->
     )
 
 
-def _text(record: Mapping[str, Any], name: str) -> str:
+def _text(record: Mapping[str, object], name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str) or not value.strip():
         raise Malformed(f"{name} must be a text that is not empty")
@@ -133,7 +133,7 @@ def _optional(record: Mapping[str, Any], name: str) -> str | None:
     return value if value and value.strip() else None
 
 
-def _number(record: Mapping[str, Any], name: str, default: float) -> float:
+def _number(record: Mapping[str, object], name: str, default: float) -> float:
     value = record.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Malformed(f"{name} must be a number")
@@ -146,7 +146,7 @@ def _code(record: Mapping[str, Any]) -> Piece:
     return Piece(text=_text(record, "code"), kind=PieceKind.CODE, language=language, confidence=confidence)
 
 
-def _earlier_imports(record: Mapping[str, Any]) -> frozenset[str]:
+def _earlier_imports(record: Mapping[str, object]) -> frozenset[str]:
     result = record.get("earlier_imports", [])
     if not isinstance(result, list) or not all(isinstance(item, str) for item in result):
         raise Malformed("earlier_imports must be a list of texts")
@@ -179,7 +179,7 @@ def _of_run(record: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     return name, (f"run {name}", *([f"task {task}"] if task is not None and session is None else []))
 
 
-def _execution(record: Mapping[str, Any]) -> Draft:
+def _execution(record: Mapping[str, object]) -> Draft:
     source, origins = _of_run(record)
     if not isinstance(record["passed"], bool):
         raise Malformed("passed must be true or false")
@@ -212,7 +212,7 @@ def _fix(record: Mapping[str, Any]) -> Draft:
     )
 
 
-def _bullet(record: Mapping[str, Any]) -> Draft:
+def _bullet(record: Mapping[str, object]) -> Draft:
     name = _optional(record, "id") or _text(record, "content")
     return Draft(
         kind=RecordKind.BULLET,
@@ -223,7 +223,7 @@ def _bullet(record: Mapping[str, Any]) -> Draft:
     )
 
 
-def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -> Draft:
+def _chat(record: Mapping[str, object], where: str, source_fields: Sequence[str]) -> Draft:
     try:
         format = Format.CHOSEN if is_preference(record) else Format.AUTO
         messages = read_conversation(record, where, format).messages
@@ -256,7 +256,7 @@ def _chat(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -
     )
 
 
-def _document(record: Mapping[str, Any], where: str, source_fields: Sequence[str]) -> Draft:
+def _document(record: Mapping[str, object], where: str, source_fields: Sequence[str]) -> Draft:
     text = _text(record, "text")
     source, origins = _named(record, where, source_fields, [text])
     language = _optional(record, "language")
@@ -271,7 +271,7 @@ def _document(record: Mapping[str, Any], where: str, source_fields: Sequence[str
 
 
 def _named(
-    record: Mapping[str, Any], where: str, source_fields: Sequence[str], texts: Iterable[str]
+    record: Mapping[str, object], where: str, source_fields: Sequence[str], texts: Iterable[str]
 ) -> tuple[str, tuple[str, ...]]:
     """The source and the origins of a document: what its members name, else its text, so that it keeps its split elsewhere."""
     result = []

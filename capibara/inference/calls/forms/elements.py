@@ -70,7 +70,7 @@ def _is_tag(name: str) -> bool:
     return bool(name) and not name.startswith("/") and not {"<", ">"} & {*name}
 
 
-def _read_value(text: Text, arguments: _Arguments, key: str, schema: Any, depth: int) -> Steps[Any]:
+def _read_value(text: Text, arguments: _Arguments, key: str, schema: object, depth: int) -> Steps[Any]:
     """Reads the content of an element and its end."""
     if depth > _DEEPEST:
         raise Malformed
@@ -110,24 +110,24 @@ class _Arguments:
         """The schema of an argument."""
         return self.property(self._root, key)
 
-    def property(self, schema: Any, key: str) -> Any:
+    def property(self, schema: object, key: str) -> Any:
         """The schema of an object's property."""
         schema = self._tools.resolved(self._name, schema)
         properties = schema.get("properties")
         rest = schema.get("additionalProperties")
         return properties[key] if isinstance(properties, Mapping) and key in properties else rest
 
-    def items_of(self, schema: Any) -> Any:
+    def items_of(self, schema: object) -> Any:
         """The schema of a list's items."""
         return self._tools.resolved(self._name, schema).get("items")
 
-    def is_list(self, schema: Any) -> bool:
+    def is_list(self, schema: object) -> bool:
         """Whether an element with items is a list: so it is unless its schema names that property."""
         schema = self._tools.resolved(self._name, schema)
         properties = schema.get("properties")
         return not (isinstance(properties, Mapping) and _ITEM in properties)
 
-    def leaf(self, content: str, schema: Any) -> Any:
+    def leaf(self, content: str, schema: object) -> Any:
         """The value of an element without others in it."""
         types = self._tools.types_of(self._name, schema)
         if not content.strip() and types and "string" not in types:
@@ -136,7 +136,7 @@ class _Arguments:
                     return empty
         return json.loads(self._tools.typed_as(self._name, schema, content))
 
-    def joined(self, children: list[tuple[str, Any]], schema: Any) -> Any:
+    def joined(self, children: list[tuple[str, Any]], schema: object) -> Any:
         """The list or object of elements in an element; those of the same name are a list."""
         if self.is_list(schema) and all(name == _ITEM for name, _ in children):
             return [value for _, value in children]
@@ -173,12 +173,12 @@ class _Elements:
         self._names: dict[tuple[int, int], str] = {}
         self.rules: list[str] = []
 
-    def of_properties(self, schema: Any, depth: int) -> str:
+    def of_properties(self, schema: object, depth: int) -> str:
         """Of an object's properties."""
         each = self._tools.properties(self._tools.resolved(self._name, schema))
         return " ".join(f"({self._element(key, value, depth)}){'' if needed else '?'}" for key, value, needed in each)
 
-    def _element(self, key: str, schema: Any, depth: int) -> str:
+    def _element(self, key: str, schema: object, depth: int) -> str:
         if not _is_tag(key):
             raise UserError(
                 f"tool {self._name} has the argument {short(key)}, which the model's calls cannot name: it must not be empty, begin "
@@ -194,7 +194,7 @@ class _Elements:
             value = f"({value} | {json_of_types(self._tools, self._name, schema, others)} {self._texts.marks(end)})"
         return f"{begin} {value}"
 
-    def _content(self, schema: Any, depth: int) -> str | None:
+    def _content(self, schema: object, depth: int) -> str | None:
         """What is between the tags of an element; None: a text."""
         types = self._tools.types_of(self._name, schema)
         resolved = self._tools.resolved(self._name, schema)

@@ -53,7 +53,7 @@ def object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {**closed, **schema, "type": "object"}
 
 
-def json_of(schema: Any) -> str:
+def json_of(schema: object) -> str:
     """JSON that a schema allows.
 
     Raises:
@@ -62,12 +62,12 @@ def json_of(schema: Any) -> str:
     return schemas.embedded(schemas.prepared(json.dumps(schema)), _LAYOUT)
 
 
-def json_of_types(tools: Tools, name: str, schema: Any, types: Set[str]) -> str:
+def json_of_types(tools: Tools, name: str, schema: object, types: Set[str]) -> str:
     """JSON of these types that a schema within that of a tool's arguments allows."""
     return json_of(tools.standalone(name, {"allOf": [schema, {"type": sorted(types)}]}))
 
 
-def strings(tools: Tools, name: str, schema: Any) -> list[str] | None:
+def strings(tools: Tools, name: str, schema: object) -> list[str] | None:
     """The strings that a schema within that of a tool's arguments allows; None: any.
 
     Raises:

@@ -53,7 +53,7 @@ class Tools:
         each = [(key, value, key in (required or ())) for key, value in properties.items()]
         return sorted(each, key=lambda argument: not argument[2])
 
-    def standalone(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    def standalone(self, name: str, schema: Mapping[str, object]) -> dict[str, Any]:
         """A schema within that of a tool's arguments, with the definitions that its references lead to."""
         root, has_references = self.parameters[name], '"$ref"' in json.dumps(schema)
         return {**schema, **{word: root[word] for word in ("$defs", "definitions") if has_references and word in root}}
@@ -62,15 +62,15 @@ class Tools:
         """The types that the schema allows for an argument; empty: any."""
         return self.types_of(name, _object(self.parameters[name].get("properties")).get(key))
 
-    def types_of(self, name: str, schema: Any) -> set[str]:
+    def types_of(self, name: str, schema: object) -> set[str]:
         """The types that a schema within that of a tool's arguments allows; empty: any."""
         return _types(schema, self.parameters[name], _MOST_REFERENCES)
 
-    def texts(self, name: str, schema: Any) -> list[str] | None:
+    def texts(self, name: str, schema: object) -> list[str] | None:
         """The strings that a schema within that of a tool's arguments allows; None: any."""
         return _texts(schema, self.parameters[name], _MOST_REFERENCES, {})
 
-    def resolved(self, name: str, schema: Any) -> dict[str, Any]:
+    def resolved(self, name: str, schema: object) -> dict[str, Any]:
         """A schema within that of a tool's arguments, without a reference in its place; empty: anything."""
         for _ in range(_MOST_REFERENCES):
             if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
@@ -85,7 +85,7 @@ class Tools:
         """
         return self.typed_as(name, _object(self.parameters[name].get("properties")).get(key), text)
 
-    def typed_as(self, name: str, schema: Any, text: str) -> str:
+    def typed_as(self, name: str, schema: object, text: str) -> str:
         """A value of a schema within that of a tool's arguments; as `typed`, but a string that the schema has stays one."""
         return (
             dumped(text)
@@ -105,7 +105,7 @@ class Tools:
             return dumped(text)
         return dumped(value)
 
-    def coerced(self, name: str, key: str, value: Any) -> str:
+    def coerced(self, name: str, key: str, value: object) -> str:
         """An argument as JSON: a string becomes a value of another type if the schema allows no strings."""
         types = self.types(name, key)
         if isinstance(value, str) and types and "string" not in types:
@@ -113,7 +113,7 @@ class Tools:
         return dumped(value)
 
 
-def dumped(value: Any) -> str:
+def dumped(value: object) -> str:
     """A value as JSON, without lone surrogates, which no response can have.
 
     Raises:
@@ -131,12 +131,14 @@ def _value(text: str) -> Any:
     return text.lower() == "true" if text.lower() in ("true", "false") else literals.parse(text)
 
 
-def _is_one_of(value: Any, types: Set[str]) -> bool:
+def _is_one_of(value: object, types: Set[str]) -> bool:
     names = {name for name in types if isinstance(value, _JSON_TYPES.get(name, ()))}
     return bool(names - {"integer", "number"} if isinstance(value, bool) else names)
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int, known: dict[int, set[str]] | None = None) -> set[str]:
+def _types(
+    schema: object, root: Mapping[str, object], references: int, known: dict[int, set[str]] | None = None
+) -> set[str]:
     """As `Tools.types_of`; `known` has the types of schemas by their ids, which keeps alternatives from being read 2^16 times."""
     known = {} if known is None else known
     if not isinstance(schema, dict) or not references:
@@ -166,7 +168,7 @@ def _types_of(
 
 
 def _texts(
-    schema: Any, root: Mapping[str, Any], references: int, known: dict[int, list[str] | None]
+    schema: object, root: Mapping[str, object], references: int, known: dict[int, list[str] | None]
 ) -> list[str] | None:
     """As `Tools.texts`; `known` as of `_types`."""
     if not isinstance(schema, dict) or not references:
@@ -178,7 +180,7 @@ def _texts(
 
 
 def _texts_of(
-    schema: Mapping[str, Any], root: Mapping[str, Any], references: int, known: dict[int, list[str] | None]
+    schema: Mapping[str, object], root: Mapping[str, object], references: int, known: dict[int, list[str] | None]
 ) -> list[str] | None:
     """The strings that all keywords of a schema allow."""
     if (kind := schema.get("type")) is not None and "string" not in (kind if isinstance(kind, list) else [kind]):
@@ -198,16 +200,16 @@ def _texts_of(
     return [text for text in allowed[0] if all(text in texts for texts in allowed)] if allowed else None
 
 
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
+def _referenced(reference: str, root: Mapping[str, object]) -> Any:
     value: Any = root
     for name in reference.removeprefix("#").strip("/").split("/"):
         value = value.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _object(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}

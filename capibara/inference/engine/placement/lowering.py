@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +55,7 @@ class Step:
         next_ = programs.NextTokens(rows, rows, self._replicated((B, self._words), jnp.uint32))
         return self._programs.step.lower(self.params, self.state, settings, next_, count, table, 0)
 
-    def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _replicated(self, shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
 
     def _laid_out(self, rules: Rules, shapes: PyTree, axes: PyTree) -> PyTree:

@@ -72,7 +72,7 @@ def donated(model: Model, params: Params, mesh: Mesh | None, rules: Rules) -> Pa
     def merged(params: Params) -> Params:
         return jax.tree.map(lambda axes, x: constrain(x, axes), plain.axes, model.merge(params), is_leaf=is_axes)
 
-    def converted(function: Callable[[Any], Any], x: Any) -> Any:
+    def converted(function: Callable[[Any], Any], x: object) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # they are deleted anyway
             y = jax.block_until_ready(on_mesh(mesh, rules, function, donate_argnums=0)(x))

@@ -109,7 +109,7 @@ class Compiler:
             return task
 
 
-def compiled_outputs(program: jax.stages.Wrapped, *args: Any) -> PyTree:
+def compiled_outputs(program: jax.stages.Wrapped, *args: object) -> PyTree:
     """Compiles a program for later calls with such arguments; returns the shapes and shardings of its outputs."""
     lowered = program.lower(*args)
     shardings = lowered.compile().output_shardings
@@ -119,7 +119,7 @@ def compiled_outputs(program: jax.stages.Wrapped, *args: Any) -> PyTree:
     return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), lowered.out_info, shardings)
 
 
-def shape_of(x: Any) -> Any:
+def shape_of(x: object) -> Any:
     """The shape of an array on devices, with its sharding if it is bound to them; anything else as it is."""
     if not isinstance(x, jax.Array):
         return x

@@ -217,7 +217,7 @@ def on_mesh(mesh: Mesh | None, rules: sharding.Rules, program: Callable, **optio
     """Jits a program that is lowered with the mesh active, since kernels are not partitioned by the compiler."""
 
     @functools.wraps(program)
-    def active(*args: Any) -> Any:
+    def active(*args: object) -> Any:
         with sharding.activate(mesh, rules) if mesh else contextlib.nullcontext():
             return program(*args)
 

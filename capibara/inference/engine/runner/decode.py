@@ -277,7 +277,7 @@ def compile_read(runner: DecodeRunner, params: Params, batch: dict[str, Any]) ->
     return compiled_outputs(runner.programs.read, params, runner._shapes, batch, zero, zero, table)[0]
 
 
-def compile_admission(runner: DecodeRunner, row: Any, logits: Any, alternatives: int) -> None:
+def compile_admission(runner: DecodeRunner, row: object, logits: object, alternatives: int) -> None:
     """Compiles the program that admits such a row; None: the row is in its slot."""
     settings = Settings(*(x[:1] for x in runner.settings))
     next_, _ = next_tokens([], 1, runner._vocab_size)

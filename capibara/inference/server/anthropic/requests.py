@@ -171,7 +171,7 @@ def _check_continued(request: CountRequest, last: Json) -> None:
         )
 
 
-def _read_choice(value: Any) -> _Choice | None:
+def _read_choice(value: object) -> _Choice | None:
     if value is None:
         return None
     try:
@@ -193,7 +193,7 @@ def _chat_choice(choice: _Choice | None) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _messages(message: Any, where: str) -> Iterator[Json]:
+def _messages(message: object, where: str) -> Iterator[Json]:
     """A message in OpenAI's form, results of tools first, each as a message of its own."""
     role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, dict) else (None, None)
     if role not in ("user", "assistant", "system") or not isinstance(content, (str, list)) or content == []:
@@ -231,7 +231,7 @@ def _call(block: Json, where: str) -> Json:
     return {"id": str(block.get("id", "")), "type": "function", "function": function}
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: object, where: str) -> str:
     """A text, or the texts of blocks."""
     if isinstance(value, str):
         return value

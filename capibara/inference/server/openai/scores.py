@@ -146,7 +146,7 @@ def _of_pairs(
     return second, [_rendered(conversation, second, scorer, served, config) for conversation in conversations]
 
 
-def _texts(value: Any, param: str, served: Served, config: ServerConfig) -> list[str]:
+def _texts(value: object, param: str, served: Served, config: ServerConfig) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         message = f"{param} is {brief(value)}, must be a text or a list of texts"

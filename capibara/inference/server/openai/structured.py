@@ -49,7 +49,7 @@ def checked(fields: dict[str, Any], param: str, served: Served) -> Grammar:
     return grammar
 
 
-def _fields(name: str, value: Any) -> dict[str, Any]:
+def _fields(name: str, value: object) -> dict[str, Any]:
     """The field of `Grammar` that a parameter sets."""
     if name == "response_format":
         return _of_format(value)
@@ -87,7 +87,7 @@ def _of_format(value: Any) -> dict[str, Any]:
     return {"json_schema": _schema(name, inner["schema"])}
 
 
-def _schema(name: str, value: Any) -> str:
+def _schema(name: str, value: object) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, dict):
@@ -95,5 +95,5 @@ def _schema(name: str, value: Any) -> str:
     return json.dumps(value)
 
 
-def _malformed(name: str, value: Any, must: str) -> Refusal:
+def _malformed(name: str, value: object, must: str) -> Refusal:
     return Refusal(400, f"{name} is {brief(value)}, must {must}", param=name, code="invalid_value")

@@ -6,7 +6,6 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from capibara.inference.engine.requests.stream import Completion, Finish, Piece
 from capibara.inference.server.openai.log_probabilities import token_log_probabilities
@@ -95,7 +94,7 @@ class ResponseReply(TypedReply):
     def error(self, refusal: Refusal) -> Json:
         return self._event("error", code=refusal.code, message=refusal.message, param=refusal.param)
 
-    def _event(self, kind: str, **fields: Any) -> Json:
+    def _event(self, kind: str, **fields: object) -> Json:
         event = {"type": kind, "sequence_number": self._sequence} | fields
         self._sequence += 1
         return event

@@ -117,7 +117,7 @@ def chat_tools(request: ResponsesRequest) -> list[Json]:
     return tools
 
 
-def _choice(choice: Any, tools: list[Json]) -> Any:
+def _choice(choice: object, tools: list[Json]) -> Any:
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return None if choice == "auto" and not tools else choice  # OpenAI's client sends "auto" without tools
@@ -184,7 +184,7 @@ def _assistant(messages: list[Json], has_content: bool = False) -> Json:
     return messages[-1]
 
 
-def _text(value: Any, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
+def _text(value: object, where: str, kinds: tuple[str, ...] = _TEXTS) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(

@@ -186,7 +186,9 @@ class Family:
             for tensor in tensors
         ]
 
-    def _of_row(self, row: Row, shapes: Shapes, names: Any, takes: Mapping[str, tuple[Take, ...]]) -> Iterator[Tensor]:
+    def _of_row(
+        self, row: Row, shapes: Shapes, names: object, takes: Mapping[str, tuple[Take, ...]]
+    ) -> Iterator[Tensor]:
         shape, stacked = row.shape(shapes), row.numbered.strip("l")
         stack = shapes[row.ours[0]][row.numbered.index(stacked)] if stacked else 0
         single = dataclasses.replace(row, name=row.name.replace(f".{{{stacked}}}", "")) if stacked else row

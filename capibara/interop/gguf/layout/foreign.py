@@ -38,11 +38,11 @@ _NEUTRAL = {
 def check(
     arch: str,
     model_type: str,
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     supported: Collection[str],
     *,
     longest: int | None,
-    fixed: Mapping[str, Any],
+    fixed: Mapping[str, object],
 ) -> None:
     """Raises where the metadata say something that the family's config.json cannot, or that is not known here.
 

@@ -117,7 +117,7 @@ def _keys(family: Family) -> dict[str, str]:
     return {name: key for name, key in (_SIZES | dict(family.keys)).items() if name not in absent}
 
 
-def _stored(key: str, value: Any, inverse: bool) -> dict[str, Any]:
+def _stored(key: str, value: object, inverse: bool) -> dict[str, Any]:
     """A value under its key; nothing if it is None."""
     if value is None:
         return {}
@@ -325,7 +325,7 @@ def _flag(values: Metadata, key: str, default: bool, family: Family) -> bool:
     return value
 
 
-def _flags(value: Any, key: str, layers: int, family: Family) -> list[bool]:
+def _flags(value: object, key: str, layers: int, family: Family) -> list[bool]:
     """A list of the metadata with true or false for each layer."""
     if not isinstance(value, list) or len(value) != layers or not all(flag in (0, 1) for flag in value):
         raise UserError(
@@ -510,7 +510,7 @@ def _check(config: Fields, model: DecoderConfig, values: Metadata, family: Famil
         )
 
 
-def _refused(name: str, mine: Any, other: Any, family: Family) -> UserError:
+def _refused(name: str, mine: object, other: object, family: Family) -> UserError:
     shown = f" is {limits.shortened(mine)}, llama.cpp computes it with {other}"
     shown = " are none that llama.cpp computes" if name == "rope" else shown  # long lists of frequencies
     return UserError(f"{_hf_name(name, family)} of the {family.model_type} model{shown}: it has no GGUF form")
@@ -526,7 +526,7 @@ def _plain(model: DecoderConfig) -> dict[str, Any]:
     return fields
 
 
-def _equal(mine: Any, other: Any) -> bool:
+def _equal(mine: object, other: object) -> bool:
     """Whether they are equal but for rounding to float32."""
     if isinstance(mine, Mapping) and isinstance(other, Mapping):
         return mine.keys() == other.keys() and all(_equal(mine[key], other[key]) for key in mine)

@@ -44,10 +44,10 @@ class Rotary(Protocol):
     def latent(self) -> bool:
         """Whether it has multi-head latent attention."""
 
-    def rotary_size(self, config: Mapping[str, Any]) -> int: ...
+    def rotary_size(self, config: Mapping[str, object]) -> int: ...
 
 
-def to_metadata(config: Mapping[str, Any], family: Rotary) -> dict[str, Any]:
+def to_metadata(config: Mapping[str, object], family: Rotary) -> dict[str, Any]:
     """The metadata, without the architecture prefix of every key."""
     rope, local = parameters(config)
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct", 1.0)))
@@ -125,7 +125,7 @@ def parameters(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[st
     return rope, None
 
 
-def _needed(rope: Mapping[str, Any], name: str) -> Any:
+def _needed(rope: Mapping[str, object], name: str) -> Any:
     if not isinstance(rope.get(name), int | float):
         raise UserError(f"rope_parameters of config.json have no {name}, which {_kind(rope)} scaling needs")
     return rope[name]
@@ -147,7 +147,7 @@ def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
     return (1 / ((1 - share) / factor + share)).astype(np.float32)
 
 
-def factors(config: Mapping[str, Any], family: Rotary) -> np.ndarray | None:
+def factors(config: Mapping[str, object], family: Rotary) -> np.ndarray | None:
     """The frequency factors that a GGUF file of this model needs; None: none."""
     rope, _ = parameters(config)
     if _kind(rope) != "llama3":

@@ -92,7 +92,7 @@ class CometTracker(Tracker):
         else:
             self._experiment.log_asset_data(text, name=name, step=moment.step, overwrite=True)
 
-    def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
+    def facts(self, moment: Moment, facts: Mapping[str, object]) -> None:
         others = {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
         self._experiment.log_others(others)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from capibara.config import configurable
 from capibara.core.fields import FilePath
@@ -46,7 +45,7 @@ class JsonlTracker(Tracker):
     def text(self, moment: Moment, name: str, text: str) -> None:
         self._add(moment, name=name, text=text)
 
-    def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
+    def facts(self, moment: Moment, facts: Mapping[str, object]) -> None:
         self._add(moment, facts=dict(facts))
 
     def picture(self, moment: Moment, name: str, path: str) -> None:

@@ -113,7 +113,7 @@ class WandbTracker(Tracker):
         else:
             self._log(moment, {f"text/{name}": self._wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)})
 
-    def facts(self, moment: Moment, facts: Mapping[str, Any]) -> None:
+    def facts(self, moment: Moment, facts: Mapping[str, object]) -> None:
         self._run.config.update(dict(facts), allow_val_change=True)
 
     def picture(self, moment: Moment, name: str, path: str) -> None:
@@ -130,6 +130,6 @@ class WandbTracker(Tracker):
         self._run.summary["end"] = reason
         self._run.finish(exit_code=_EXIT_CODES.get(reason, 0))
 
-    def _log(self, moment: Moment, values: Mapping[str, Any]) -> None:
+    def _log(self, moment: Moment, values: Mapping[str, object]) -> None:
         if moment.line >= self._first:
             self._run.log({**values, "_timestamp": moment.time_s}, step=moment.line)

@@ -71,7 +71,7 @@ def _write_m2m(config: TransformerConfig) -> dict[str, Any]:
     return _write(config) | {"pad_token_id": config.position_offset - 1}
 
 
-def _family(model_type: str, architecture: str, usual: Values | None = None, **fixed: Any) -> Family:
+def _family(model_type: str, architecture: str, usual: Values | None = None, **fixed: object) -> Family:
     defaults = {"activation_function": "gelu", "scale_embedding": False, "max_position_embeddings": _LONGEST}
     return Family(
         model_type=model_type,
@@ -137,7 +137,7 @@ def _sizes(values: Mapping[str, Any]) -> tuple[int, int]:
     return values.get("max_position_embeddings", _LONGEST), values["d_model"]
 
 
-def _sines(values: Mapping[str, Any]) -> np.ndarray:
+def _sines(values: Mapping[str, object]) -> np.ndarray:
     return sine_table(*_sizes(values))
 
 

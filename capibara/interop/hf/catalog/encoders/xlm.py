@@ -37,7 +37,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
     return {"gelu_activation": encoder(config).activation == "gelu_exact"}
 
 
-def _family(model_type: str, architecture: str, **only: tuple[Any, ...]) -> Family:
+def _family(model_type: str, architecture: str, **only: tuple[object, ...]) -> Family:
     keys = {"vocab_size": "vocab_size", "embed_dim": "emb_dim", "num_layers": "n_layers", "num_heads": "n_heads"}
     return Family(
         model_type=model_type,

@@ -78,7 +78,7 @@ def mixer_rows(module: str) -> Rows:
 BIASES = {(False, False): "none", (True, False): "conv", (False, True): "projections", (True, True): "all"}
 
 
-def steps(limit: Any) -> dict[str, float]:
+def steps(limit: object) -> dict[str, float]:
     """Our limits of a step for time_step_limit, in whose files infinity is an object or a name.
 
     Raises:
@@ -105,7 +105,7 @@ MIXER_DEFAULTS |= {"mamba_expand": 2, "mamba_d_head": "auto", "mamba_conv_bias":
 MIXER_DEFAULTS |= {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
 
 
-def read_mixer(values: Values, **further: Any) -> Mamba2:
+def read_mixer(values: Values, **further: object) -> Mamba2:
     """The mixer, whose heads have mamba_d_ssm channels together, or else mamba_expand times the model's width.
 
     Args:
