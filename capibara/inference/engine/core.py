@@ -251,9 +251,12 @@ def reads_in_slot(model: Model) -> bool:
 
 
 def packs(model: Model, config: EngineConfig) -> bool:
-    """Whether prompts can be packed into a row: latent keys and 8-bit caches are not read by documents."""
-    plain = model.config.latent is None and model.config.block_sizes is None
-    return plain and config.cache_dtype is not CacheDtype.INT8
+    """Whether prompts can be packed into a row.
+
+    Latent keys and 8-bit caches are not read by documents, and the tokens of a row share the capacity of its experts.
+    """
+    plain, moe = model.config.latent is None and model.config.block_sizes is None, model.config.moe
+    return plain and not (moe is not None and moe.has_capacity) and config.cache_dtype is not CacheDtype.INT8
 
 
 def reads_whole(model: Model) -> bool:

@@ -634,9 +634,7 @@ class Decoder(DecoderBase, Predicting):
           is_prefill: whether the cache is empty.
         """
         config = self.config
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill)
-        if "documents" in batch:
-            now = now._replace(documents=batch["documents"], positions=layers.counted(batch["documents"]))
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill, batch.get("documents"))
         whole: dict[str, Any] = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.segments}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
             # Later tokens attend to the prefix causally.

@@ -22,6 +22,7 @@ from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.kernels.slots import put, take
+from capibara.models.layers.layers import counted
 from capibara.sharding import constrain
 
 STATE = "state"
@@ -77,10 +78,13 @@ class PrefillInputs(NamedTuple):
         return self.real.astype(jnp.int32) if self.documents is None else self.documents
 
 
-def prefill_inputs(tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool) -> PrefillInputs:
-    """Describes the next `counts` tokens of each row of a cache."""
+def prefill_inputs(
+    tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool, documents_BT: jax.Array | None = None
+) -> PrefillInputs:
+    """Describes the next `counts` tokens of each row of a cache; `documents`, as in PrefillInputs, begin at position 0."""
     steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    return PrefillInputs(cache["lengths"], counts_B, cache["lengths"][:, None] + steps, is_prefill)
+    positions = cache["lengths"][:, None] + steps if documents_BT is None else counted(documents_BT)
+    return PrefillInputs(cache["lengths"], counts_B, positions, is_prefill, documents_BT)
 
 
 def empty_layer(

@@ -79,6 +79,25 @@ def test_pages_one_by_one(scaled, biased, sinks, monkeypatch):
     np.testing.assert_array_equal(dispatch.attend_pages(q, pages, seen, SPEC), want)
 
 
+@pytest.mark.parametrize("dtype, sinks, leftover", [("float32", False, np.nan), ("bfloat16", True, np.inf)])
+def test_pages_of_skewed_rows_beside_leftovers(dtype, sinks, leftover):
+    """Entries that most rows have are read for all rows: also for a free slot, and for rows that have fewer pages."""
+    B, T, M, rng = 5, 2, 4, np.random.default_rng(0)
+    counts, table = np.array([15, 0, 3, 8, 6]), np.zeros((B, M), np.int32)
+    pools, unused = np.full((2, 1 + B * M, K, P, H), leftover), iter(rng.permutation(np.arange(1, 1 + B * M)))
+    for row, count in enumerate(counts):
+        for entry, start in enumerate(range(0, count, P)):
+            size, table[row, entry] = min(P, count - start), next(unused)
+            pools[:, table[row, entry], :, :size] = 3 * rng.normal(size=(2, K, size, H))
+    there = np.arange(M * P) < counts[:, None]
+    visible = there[:, None] & (np.arange(M * P) <= (counts[:, None, None] - T + np.arange(T)[:, None]))
+    keys, values = jnp.asarray(pools, dtype)
+    pages = Pages(keys, values, jnp.asarray(table), jnp.asarray(there))
+    seen, q = Visibility(jnp.asarray(visible), sinks_N=drawn(N, seed=6) if sinks else None), drawn(B, T, N, H)
+    want = reference.attend_rows(q, reference.rows_of(pages), seen, SPEC)
+    np.testing.assert_allclose(dispatch.attend_pages(q, pages, seen, SPEC), want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_slot_without_pages_reads_zeros():
     pages = Pages(drawn(2, K, P, H), drawn(2, K, P, H), jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 2 * P), bool))
     seen = Visibility(jnp.zeros((1, 1, 2 * P), bool))

@@ -95,6 +95,17 @@ def test_documents_do_not_see_each_other(config):
     np.testing.assert_allclose(got[:, 12:], logits_of(config)(params, second), rtol=0, atol=1e-5)
 
 
+def test_prompts_that_are_packed_into_a_row_do_not_see_each_other():
+    model, params = model_and_params(CONFIG)
+    batch = batch_of(rows=1)
+    packed = {"tokens": batch["tokens"], "counts": np.array([20], np.int32), "ends": np.array([7, 19], np.int32)}
+    packed["documents"] = np.repeat([1, 2, 0], [8, 12, 4])[None].astype(np.int32)
+    got, _ = jax.jit(model.prefill)(model.serving(params), packed, model.start_cache(1, 24))
+    batch |= {"segment_ids": packed["documents"], "positions": np.concatenate([np.arange(8), np.arange(16)])[None]}
+    want = logits_of(CONFIG)(params, batch | {"positions": batch["positions"].astype(np.int32)})
+    np.testing.assert_allclose(got, want[0, packed["ends"]], rtol=0, atol=2e-5)
+
+
 def test_adapters_are_of_both_kinds_of_attention():
     config = dataclasses.replace(CONFIG, lora=Lora(rank=2, targets=("key", "query", "input_gate")))
     model, params = model_and_params(config)

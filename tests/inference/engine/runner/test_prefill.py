@@ -11,10 +11,11 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.core import packs
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DecoderConfig
+from capibara.models.api import DecoderConfig, LatentAttention, Moe
 
 MODEL = api.build(
     DecoderConfig(
@@ -166,6 +167,20 @@ def test_prompts_of_any_lengths_are_packed_into_a_row(params, kind):
     later = together.submit(prompts[4] + "!", GREEDY).result()
     assert later.cached_tokens >= len(prompts[4])
     assert later.tokens == made(params, model, slots=1).submit(prompts[4] + "!", GREEDY).result().tokens
+
+
+@pytest.mark.parametrize(
+    "options, packed",
+    [
+        ({"moe": Moe(num_experts=4)}, True),
+        ({"moe": Moe(num_experts=4, dispatch="capacity")}, False),
+        ({"latent": LatentAttention(kv_rank=8, rotary_dim=4, value_dim=8)}, False),
+    ],
+    ids=["dropless", "capacity", "latent"],
+)
+def test_models_that_pack_prompts(options, packed):
+    model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **options))
+    assert packs(model, EngineConfig()) == packed and not packs(model, EngineConfig(cache_dtype="int8"))
 
 
 def test_a_row_of_packed_prompts_has_a_bound(params):
