@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,8 +12,10 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.cache.batching import PACKED_PROMPTS
 from capibara.inference.engine.core import packs
 from capibara.inference.engine.engine import Engine, EngineConfig
+from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, LatentAttention, Moe
@@ -181,6 +184,17 @@ def test_prompts_of_any_lengths_are_packed_into_a_row(params, kind):
 def test_models_that_pack_prompts(options, packed):
     model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **options))
     assert packs(model, EngineConfig()) == packed and not packs(model, EngineConfig(cache_dtype="int8"))
+
+
+def test_packed_prompts_fit_in_a_slot_and_have_one_adapter():
+    def request(count, adapter=0):
+        return SimpleNamespace(tokens=[5] * count, adapter=adapter)
+
+    batches = PromptBatches(None, LENGTH, 128, whole=False, encodes=False, packs=True)
+    first = [request(60)]
+    assert batches.joins(request(36), first, 128) and not batches.joins(request(37), first, 128)
+    assert not batches.joins(request(36), first, 95) and not batches.joins(request(1, adapter=1), first, 128)
+    assert not batches.joins(request(1), [request(1)] * PACKED_PROMPTS, 128)
 
 
 def test_a_row_of_packed_prompts_has_a_bound(params):
