@@ -38,6 +38,7 @@ from capibara.models.architectures.registry import (
     configurations,
     model_of,
     module_of,
+    packs_prompts,
 )
 from capibara.models.architectures.zamba.config import ZambaConfig
 from capibara.models.architectures.zamba.model import Zamba
@@ -128,6 +129,7 @@ __all__ = [
     "module_of",
     "longest_encoded",
     "mtp",
+    "packs_prompts",
     "paged",
     "put_rows",
     "selection",

@@ -27,7 +27,7 @@ from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
 from capibara.inference.engine.scheduler import Scheduler
-from capibara.models.api import MTP, Adapter, Model, without_mtp
+from capibara.models.api import MTP, Adapter, Model, packs_prompts, without_mtp
 from capibara.sharding import Rules
 
 
@@ -253,9 +253,10 @@ def reads_in_slot(model: Model) -> bool:
 def packs(model: Model, config: EngineConfig) -> bool:
     """Whether prompts can be packed into a row.
 
-    Latent keys and 8-bit caches are not read by documents, and the tokens of a row share the capacity of its experts.
+    Latent keys, 8-bit caches and blocks of users are not read by documents, and the tokens of a row share the capacity of its experts.
     """
     plain, moe = model.config.latent is None and model.config.block_sizes is None, model.config.moe
+    plain = plain and packs_prompts(model.config)
     return plain and not (moe is not None and moe.has_capacity) and config.cache_dtype is not CacheDtype.INT8
 
 

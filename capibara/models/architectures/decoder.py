@@ -543,11 +543,13 @@ class Decoder(DecoderBase, Predicting):
       block: the class of its layers, built by `block(config, rngs)`.
       layerwise: whether `begin` and `layer` can run it layer by layer.
       reads_embedding: whether layers read the token embeddings beside the stream.
+      packs_prompts: see registry.packs_prompts.
     """
 
     block: ClassVar[type[Block]] = Block
     layerwise: ClassVar[bool] = True
     reads_embedding: ClassVar[bool] = False
+    packs_prompts: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: bool) -> None:
         super().__init_subclass__(**options)

@@ -148,6 +148,17 @@ def configurations() -> tuple[type[TransformerConfig], ...]:
     return tuple(reversed(_MODULES))
 
 
+def packs_prompts(config: TransformerConfig) -> bool:
+    """Whether the model's `read` keeps prompts apart that are packed into a row: its class says so by `packs_prompts`.
+
+    A class that has blocks or a `read` of its own must say so itself.
+    """
+    for cls in getattr(module_of(config), "__mro__", ()):
+        if vars(cls).keys() & {"packs_prompts", "read", "block"}:
+            return bool(vars(cls).get("packs_prompts", False))
+    return False
+
+
 def module_of(config: TransformerConfig) -> Callable[..., ModelModule]:
     """The model class of a configuration.
 

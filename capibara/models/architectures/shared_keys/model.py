@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ class SharedKeysDecoder(DecoderBase):
     (SharedKeysConfig.kv_layers): the first ones.
     """
 
+    packs_prompts: ClassVar[bool] = True
     config: SharedKeysConfig
 
     def __init__(self, config: SharedKeysConfig, rngs: nnx.Rngs):

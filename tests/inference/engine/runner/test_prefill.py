@@ -19,6 +19,7 @@ from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, LatentAttention, Moe
+from capibara.models.architectures.decoder import Block, Decoder
 
 MODEL = api.build(
     DecoderConfig(
@@ -184,6 +185,26 @@ def test_prompts_of_any_lengths_are_packed_into_a_row(params, kind):
 def test_models_that_pack_prompts(options, packed):
     model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **options))
     assert packs(model, EngineConfig()) == packed and not packs(model, EngineConfig(cache_dtype="int8"))
+
+
+def test_a_model_of_users_packs_no_prompts_unless_it_says_so():
+    """Its blocks may not know of documents: prompts would see each other."""
+
+    class MyConfig(DecoderConfig):
+        pass
+
+    class MyBlock(Block):
+        pass
+
+    @api.model_of(MyConfig)
+    class MyDecoder(Decoder):
+        block = MyBlock
+
+    options = {field.name: getattr(MODEL.config, field.name) for field in dataclasses.fields(MODEL.config)}
+    model = api.build(MyConfig(**options | {"layer_pattern": ("global",), "window": None}))
+    assert not packs(model, EngineConfig())
+    MyDecoder.packs_prompts = True
+    assert packs(model, EngineConfig())
 
 
 def test_packed_prompts_fit_in_a_slot_and_have_one_adapter():
