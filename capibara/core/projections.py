@@ -129,6 +129,15 @@ INDEX_KEY, INDEX_WEIGHT = (
     for name in ("index_key", "index_weight")
 )
 
+# Of attention to entries that stand for windows of tokens (DeepSeek-V4): what entries are summed of, and with what weights; those
+# by which an indexer chooses entries. And what the results of a group of heads are projected by.
+ENTRY_KEY, ENTRY_GATE = (
+    Projection(part="attention", name=name, axes=("embed", None), reads="query_down")
+    for name in ("entry_key", "entry_gate")
+)
+INDEX_GATE = dataclasses.replace(INDEX_KEY, name="index_gate")
+GROUP_OUT = Projection(part="attention", name="group_out", axes=("heads", "head_dim", None), adaptable=False)
+
 # Of block-sparse attention: they choose blocks of keys.
 BLOCK_QUERY = Projection(
     part="attention", name="block_query", axes=("embed", None, None), reads="query", adaptable=False
@@ -222,7 +231,8 @@ ATTENTION = (QUERY, KEY, VALUE, OUT)
 MLP = (UP, GATE, DOWN)
 EXPERTS = (EXPERT_UP, EXPERT_GATE, EXPERT_DOWN)
 SHARED = (SHARED_UP, SHARED_GATE, SHARED_DOWN)  # experts that every token meets
-INDEX = (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT, BLOCK_QUERY, BLOCK_KEY)
+INDEX = (INDEX_QUERY, INDEX_KEY, INDEX_WEIGHT, INDEX_GATE, BLOCK_QUERY, BLOCK_KEY)
+ENTRIES = (ENTRY_KEY, ENTRY_GATE, GROUP_OUT)
 LATENT = (QUERY_DOWN, QUERY_UP, KV_DOWN, KEY_ROTARY, KEY_UP, VALUE_UP, LATENT_GATE)
 NORM_GATES = (NORM_DOWN, NORM_UP)
 GEMMA3N = (LAUREL_LEFT, LAUREL_RIGHT, INPUT_GATE, PER_LAYER)
@@ -245,6 +255,7 @@ ALL = (
     + SHARED
     + LATENT
     + INDEX
+    + ENTRIES
     + NORM_GATES
     + GEMMA3N
     + CONV

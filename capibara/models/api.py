@@ -21,6 +21,8 @@ from capibara.models.adapters import lora, lora_merge, trainable_tokens, unmerge
 from capibara.models.adapters.lora import Lora
 from capibara.models.adapters.unmerged import Adapter, BatchAdapters
 from capibara.models.architectures.decoder import DecoderConfig
+from capibara.models.architectures.deepseek_v4.config import DeepseekV4Config
+from capibara.models.architectures.deepseek_v4.model import DeepseekV4
 from capibara.models.architectures.encdec import EncoderDecoderConfig
 from capibara.models.architectures.encoder import EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig
@@ -80,6 +82,8 @@ __all__ = [
     "ComputeDtype",
     "BlockIndexer",
     "DecoderConfig",
+    "DeepseekV4",
+    "DeepseekV4Config",
     "GATES",
     "Disentangled",
     "Distances",

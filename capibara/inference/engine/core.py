@@ -225,7 +225,7 @@ def _drafting(model: Model, params: Params, config: EngineConfig) -> tuple[Model
     Raises:
       UserError: it cannot have these drafts.
     """
-    if config.draft_tokens and model.config.mixer is not None:
+    if config.draft_tokens and model.config.stateful:
         raise UserError(
             f"EngineConfig.draft_tokens is {config.draft_tokens}, and the model has recurrent layers, whose states cannot "
             "forget wrong guesses: set EngineConfig.draft_tokens to 0"
@@ -246,7 +246,7 @@ def reads_in_slot(model: Model) -> bool:
     A step of all slots meanwhile writes into that slot. That harms no pages, but states and windows, which forget.
     Accelerators attend to pages by a kernel for one token a row.
     """
-    plain = model.config.mixer is None and model.ahead is None and _shortest_window(model) is None
+    plain = not model.config.stateful and model.ahead is None and _shortest_window(model) is None
     return plain and not reads_whole(model) and sharding.platform() == "cpu"
 
 
@@ -274,6 +274,6 @@ def _shortest_window(model: Model) -> int | None:
 
 
 def _prefix_cache(model: Model, config: EngineConfig) -> PrefixCache | None:
-    whole_rows = model.config.mixer is not None or model.ahead is not None  # with states of their last tokens alone
+    whole_rows = model.config.stateful or model.ahead is not None  # with states of their last tokens alone
     window = _shortest_window(model)
     return PrefixCache(config.prefix_cache_mib * 2**20, window, whole_rows) if config.prefix_cache_mib else None

@@ -6,6 +6,7 @@ Tensors are in safetensors files or in files of torch.save.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -20,8 +21,8 @@ import numpy as np
 from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
-from capibara.interop.hf import keys, model_card, mtp, safetensors_header, tables, tied, torch_file
-from capibara.interop.hf.layout.rows import Cut
+from capibara.interop.hf import keys, model_card, mtp, safetensors_header, tables, tied, torch_file, wrappers
+from capibara.interop.hf.layout.rows import Cut, Names
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.storage import partial
 
@@ -72,12 +73,16 @@ class HfFolder:
         return stored | {name: value.shape for name, value in self._absent.items()}
 
     def dtype(self, name: str) -> str:
+        if self._count_of(name) is not None:
+            return "float32"
         return _DTYPES.get(self.kind(next(iter(self._files)) if name in self._absent else name), "")
 
     def read(self, name: str) -> np.ndarray:
         if name in self._absent:
             return self._absent[name].astype(DTYPES[self.dtype(name)])
         stored = self.kind(name)
+        if (key := self._count_of(name)) is not None:
+            return self._numbers(name, stored, key)
         if stored not in _DTYPES:
             raise UserError(
                 f"{self._path}: {name} is stored as {stored}, must be one of {', '.join(sorted(_DTYPES))}: "
@@ -86,6 +91,26 @@ class HfFolder:
         if (cut := self._cuts.get(name)) is not None:
             return np.concatenate([self.stored(item) for item in cut.held_in])[cut.start : cut.stop]
         return self.stored(name)
+
+    @functools.cached_property
+    def _names(self) -> Names | None:
+        """The tensors of its language model; None: the type is unknown."""
+        return tables.NAMES.get(str(wrappers.text_part(self.config).get("model_type")))
+
+    def _count_of(self, name: str) -> str | None:
+        return None if self._names is None else self._names.count_of(name)
+
+    def _numbers(self, name: str, stored: str, key: str) -> np.ndarray:
+        """A tensor of whole numbers below the value of a key of config.json, as float32."""
+        count, value = wrappers.text_part(self.config).get(key), self.stored(name)
+        if not (
+            value.dtype.kind in "iu" and value.size and 0 <= value.min() and value.max() < (count or value.max() + 1)
+        ):
+            raise UserError(
+                f"{self._path}: {name} is stored as {stored}, must be whole numbers from 0 to below {key} = {count}: copy the "
+                "folder again"
+            )
+        return value.astype(np.float32)
 
     def stored(self, name: str) -> np.ndarray:
         """A tensor in its stored dtype, for parts of a quantized weight; one of 8-bit floats as bytes, uint8."""
@@ -238,7 +263,8 @@ def save_hf(
     """
     with partial.whole(folder) as unfinished:
         tied = tables.aliases(config["model_type"], shapes) if state_dict else None
-        _write_weights(unfinished, shapes, tensors, np.dtype(DTYPES[dtype]), shard_bytes, tied, exact or {})
+        exact = {name: np.dtype(np.int64) for name in tables.numbers(config["model_type"], shapes)} | dict(exact or {})
+        _write_weights(unfinished, shapes, tensors, np.dtype(DTYPES[dtype]), shard_bytes, tied, exact)
         files = {CONFIG: _text(config), **others}
         files.setdefault(tokenizer_files.GENERATION_FILE, tokenizer_files.generation(config) or b"{}\n")
         for name, content in files.items():
@@ -273,7 +299,7 @@ def _write_weights(
         for expected in names:
             name, value = next(arrays)
             assert name == expected and value.shape == shapes[name], (name, expected)
-            held[name] = value if name in exact else cast(name, value, kind)
+            held[name] = value.astype(exact[name]) if name in exact else cast(name, value, kind)
             assert held[name].dtype == exact.get(name, kind), (name, held[name].dtype)
         if tied is None:
             safetensors.save_file(held, os.path.join(folder, file), metadata={"format": "pt"})

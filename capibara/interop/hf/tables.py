@@ -416,6 +416,12 @@ def _depth_varies(row: Tensor) -> bool:
     return row.ours[0].split("/")[1] in ("attention", "global_attention")
 
 
+def numbers(model_type: str, names: Collection[str]) -> list[str]:
+    """The tensors of whole numbers among these names."""
+    of = NAMES.get(model_type)
+    return [] if of is None else [name for name in names if of.count_of(name) is not None]
+
+
 def aliases(model_type: str, names: Collection[str]) -> dict[str, str]:
     """Additional names, in a PyTorch state dict, of tensors that several modules share -> that tensor.
 

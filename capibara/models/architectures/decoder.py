@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -57,7 +58,7 @@ from capibara.sharding import RematPolicy, constrain
 __all__ = ["ComputeDtype", "Decoder", "DecoderConfig", "Head", "NormScale", "Positions"]
 
 
-_Entry = tuple[LayerKind, bool, bool, nnx.Module | None]
+_Entry = tuple[LayerKind, str, bool, nnx.Module | None]
 _NEVER = -3e4  # logit of a token without a row of the output projection; finite in float16
 
 
@@ -132,8 +133,7 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        spans = dict.fromkeys(LayerKind) | {LayerKind.LOCAL: self.window}
-        return tuple(spans[kind] if kind.attends else 0 for kind in self.kinds)
+        return tuple(self.window if kind.windowed else None if kind.attends else 0 for kind in self.kinds)
 
     @property
     def in_blocks(self) -> bool:
@@ -149,7 +149,9 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
             layer_pattern=(kind,),
             window=self.window if kind is LayerKind.LOCAL else None,
             mixer=None,
-            moe=None if moe is None else dataclasses.replace(moe, first_dense=0, pattern=(MlpKind.EXPERTS,)),
+            moe=None
+            if moe is None
+            else dataclasses.replace(moe, first_dense=0, hash_layers=0, pattern=(MlpKind.EXPERTS,)),
             norm_placement=self.norm_placement.of(kind),
         )
 
@@ -187,17 +189,6 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
         if self.positions is Positions.LEARNED and self.max_length is None:
             raise UserError(
                 "DecoderConfig.max_length has no value, learned positions need one: set it to the row length"
-            )
-        if self.window is not None and not 1 <= self.window < 2**31:
-            raise UserError(
-                f"DecoderConfig.window is {self.window}, must be at least 1 and below 2**31, or None: try 4096"
-            )
-        if LayerKind.LOCAL in self.layer_pattern and self.window is None:
-            raise UserError("DecoderConfig.window has no value, local layers in layer_pattern need one: try 4096")
-        if self.window is not None and LayerKind.LOCAL not in self.layer_pattern:
-            raise UserError(
-                f"DecoderConfig.window ({self.window}) is for local layers, layer_pattern has none: "
-                'set DecoderConfig.layer_pattern = ("local",), or window = None'
             )
 
     def _check_blocks(self) -> None:
@@ -280,6 +271,22 @@ def _check_streaming(config: DecoderConfig, pattern: StreamingHeads) -> None:
 
 
 def _check_windows(config: DecoderConfig) -> None:
+    if strange := [kind for kind in config.kinds if kind.compresses and not config.has_entries]:
+        raise UserError(
+            f"DecoderConfig.layer_pattern has {str(strange[0])!r}, which DeepseekV4Config has alone: write 'local'"
+        )
+    if config.window is not None and not 1 <= config.window < 2**31:
+        raise UserError(
+            f"DecoderConfig.window is {config.window}, must be at least 1 and below 2**31, or None: try 4096"
+        )
+    windowed = any(kind.windowed for kind in config.layer_pattern)
+    if windowed and config.window is None:
+        raise UserError("DecoderConfig.window has no value, local layers in layer_pattern need one: try 4096")
+    if config.window is not None and not windowed:
+        raise UserError(
+            f"DecoderConfig.window ({config.window}) is for local layers, layer_pattern has none: "
+            'set DecoderConfig.layer_pattern = ("local",), or window = None'
+        )
     if config.in_blocks and (config.window is None or config.inputs_attention is InputsAttention.BIDIRECTIONAL):
         raise UserError(
             f"DecoderConfig.window_kind is 'block', must have a window (is {config.window}) and inputs_attention 'causal' (is "
@@ -522,6 +529,7 @@ class DecoderBase(Transforming, nnx.Module):
         return Rows(
             segments, angles, batch.get("domains"), prefix=prefix, query_scale=self._query_scale(batch["positions"]),
             blocks=blocks, pathways=transformer.pathways(batch),
+            tokens=None if config.moe is None or not config.moe.hash_layers else batch["tokens"],
         )  # fmt: skip
 
     def _query_scale(self, positions_BT: jax.Array) -> dict[LayerKind, jax.Array] | None:
@@ -580,17 +588,17 @@ class Decoder(DecoderBase, Predicting):
         def apply(
             block: Block, x: jax.Array, rows: Rows, entry: _Entry, number: jax.Array | int = 0
         ) -> tuple[jax.Array, stack.Stats]:
-            kind, is_dense, is_bare, block_of = entry
-            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=number, block=block_of)
+            kind, mlp, is_bare, block_of = entry
+            layer_inputs = shared._replace(mlp=mlp, bare=is_bare, number=number, block=block_of)
             layer_inputs = layer_inputs if drop is None else layer_inputs._replace(drop=drop.at(Site.LAYERS).at(number))
             return block(x, rows, layer_inputs, kinds[kind], kind)
 
         x = dropout.apply(drop, self._embed(batch), Site.EMBEDDING)
         rows = rows._replace(embedded=x) if self.reads_embedding else rows
-        stats: stack.Stats = {}
+        x, stats = self._entered(x), []
         blocks = self._shared_blocks()
         for start, stop in self._spans():
-            x, stats = stack.run(
+            x, of_span = stack.run(
                 self.layers,
                 x,
                 rows,
@@ -606,13 +614,21 @@ class Decoder(DecoderBase, Predicting):
                 span=(start, stop) if config.module_layers else None,
                 some=config.module_layers,
             )
-        return self._normed(x, drop), stats
+            stats.append(of_span)
+        return self._normed(self._left(x), drop), stack.collected(stats, jnp.concatenate)
 
-    def _entry(self, layer: int) -> tuple[LayerKind, bool, bool]:
-        """A layer's kind, whether it has an MLP where others have experts, and no norm before its attention."""
-        pattern, moe = self.config.layer_pattern, self.config.moe
-        is_dense = moe is not None and not moe.in_layer(layer)
-        return pattern[layer % len(pattern)], is_dense, layer == 0 and self.config.first_norm is FirstNorm.NONE
+    def _entered(self, x_BTD: jax.Array) -> jax.Array:
+        """The input of the first layer, from the embeddings."""
+        return x_BTD
+
+    def _left(self, x: jax.Array) -> jax.Array:
+        """The final hidden states [B, T, D] before their norm, from the output of the last layer."""
+        return x
+
+    def _entry(self, layer: int) -> tuple[LayerKind, str, bool]:
+        """A layer's kind, the module of its MLP or experts, and whether it has no norm before its attention."""
+        mlp = "mlp" if self.config.moe is None else self.config.moe.module(layer)
+        return self.config.kind_of(layer), mlp, layer == 0 and self.config.first_norm is FirstNorm.NONE
 
     def _shared_blocks(self) -> Sequence[nnx.Module | None]:
         """For each layer of a period, the block beside the stack that it reads, too."""
@@ -621,8 +637,8 @@ class Decoder(DecoderBase, Predicting):
     def _spans(self) -> list[tuple[int, int]]:
         """Start and end of the layers whose modules repeat."""
         first, count = self.config.first_dense, self.config.num_layers
-        first = first or int(self.config.first_norm is FirstNorm.NONE)
-        return [(0, first), (first, count)] if first else [(0, count)]
+        cuts = {0, first or int(self.config.first_norm is FirstNorm.NONE), *self.config.cuts, count}
+        return list(itertools.pairwise(sorted(cuts)))
 
     def read(
         self, values: Sequence[Params], batch: ReadBatch, cache: dense.Cache, is_prefill: bool
@@ -642,7 +658,7 @@ class Decoder(DecoderBase, Predicting):
             # Later tokens attend to the prefix causally.
             whole["prefix"] = _inputs(batch, now) if is_prefill else None
         rows, kinds, x = self._rows(whole, self._length(cache)), self._kinds(), self._embed(whole)
-        rows = rows._replace(embedded=x) if self.reads_embedding else rows
+        rows, x = rows._replace(embedded=x) if self.reads_embedding else rows, self._entered(x)
         of_layers: list[dense.LayerCache] = []
         blocks = self._shared_blocks()
         shared = Shared(
@@ -652,12 +668,12 @@ class Decoder(DecoderBase, Predicting):
         )
         for index, block in enumerate(stack.each(self.layers, values)):
             unmerged.attach(block, batch.get("adapters"), index)
-            kind, is_dense, is_bare = self._entry(index)
+            kind, mlp, is_bare = self._entry(index)
             block_of = blocks[index % config.period]
-            layer_inputs = shared._replace(dense=is_dense, bare=is_bare, number=index, block=block_of)
+            layer_inputs = shared._replace(mlp=mlp, bare=is_bare, number=index, block=block_of)
             x, layer = block.cached(x, cache["layers"][index], now, rows, layer_inputs, kinds[kind], kind)
             of_layers.append(layer)
-        hidden = self._normed(x)
+        hidden = self._normed(self._left(x))
         if config.mtp is not None:
             of_layers.append(self.remembered(hidden, batch["tokens"], now, cache))
         return hidden, cache | {"lengths": now.lengths + now.counts, "layers": tuple(of_layers)}

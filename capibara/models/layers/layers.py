@@ -261,11 +261,12 @@ class Activation(enum.StrEnum):
 
     gelu and geglu use the tanh approximation, gelu_exact and geglu_exact the error function (BERT, GPT-NeoX). relu2 is
     the square of ReLU (So et al. 2021, arXiv:2109.08668), reglu2 is gated by it (BitNet). clamped_swiglu is gpt-oss's;
-    `ClampedSwiglu` computes it. xielu has parameters (Apertus); `Xielu` computes it.
+    `ClampedSwiglu` computes it, and limited_swiglu: SwiGLU with clamped projections (DeepSeek-V4). xielu has parameters (Apertus); `Xielu` computes it.
     """
 
     SWIGLU = "swiglu"
     CLAMPED_SWIGLU = "clamped_swiglu"
+    LIMITED_SWIGLU = "limited_swiglu"
     GEGLU = "geglu"
     GEGLU_EXACT = "geglu_exact"
     REGLU = "reglu"
@@ -301,6 +302,7 @@ class Activation(enum.StrEnum):
 _GATED = (
     Activation.SWIGLU,
     Activation.CLAMPED_SWIGLU,
+    Activation.LIMITED_SWIGLU,
     Activation.GEGLU,
     Activation.GEGLU_EXACT,
     Activation.REGLU,
@@ -310,22 +312,24 @@ _GATED = (
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwiglu:
-    """The gated activation of gpt-oss (OpenAI 2025, arXiv:2508.10925): g * sigmoid(alpha * g) * (u + 1), g and u clamped.
+    """The gated activation of gpt-oss (OpenAI 2025, arXiv:2508.10925): g * sigmoid(alpha * g) * (u + offset), g and u clamped.
 
     Attributes:
       alpha: slope of the sigmoid.
       limit: the gate is clamped to at most this, the other projection to +-limit; clamped values get no gradient.
+      offset: 1 in gpt-oss, 0 in DeepSeek-V4.
     """
 
     alpha: float
     limit: float
+    offset: float = 1.0
     gated: ClassVar[bool] = True
 
     def gate(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Combines both projections, which have the same shape and dtype."""
         gate = jnp.where(gate > self.limit, jnp.asarray(self.limit, gate.dtype), gate)
         up = jnp.where(jnp.abs(up) > self.limit, jnp.sign(up) * jnp.asarray(self.limit, up.dtype), up)
-        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.offset)
 
 
 class Xielu(nnx.Module):

@@ -236,7 +236,7 @@ def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, si
                 x, layer_stats = _finished(x, bodies.places.layer(layers, index), bodies.all_trained and group > 1)
                 x, of_layer = layer(x, layer_stats, rows)
                 stats.append(of_layer)
-            return x, _collected(stats, jnp.stack)
+            return x, collected(stats, jnp.stack)
 
         x, stats = jax.lax.scan(body, x, grouped)
         parts.append(jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), stats))
@@ -244,10 +244,10 @@ def _in_sequence(bodies: _Bodies, x: jax.Array, values: PyTree, rows: PyTree, si
         x, layer_stats = _finished(x, bodies.places.layer(values, index), bodies.all_trained)
         x, of_layer = bodies.unrolled[index % group](x, layer_stats, rows)
         parts.append(jax.tree.map(lambda s: s[None], of_layer))
-    return x, _collected(parts, jnp.concatenate)
+    return x, collected(parts, jnp.concatenate)
 
 
-def _collected(stats: Sequence[Stats], join: Callable[[list[jax.Array]], jax.Array]) -> Stats:
+def collected(stats: Sequence[Stats], join: Callable[[list[jax.Array]], jax.Array]) -> Stats:
     """The statistics of several layers, each joined over those that have it."""
     names = dict.fromkeys(name for of_layer in stats for name in of_layer)
     return {name: join([of_layer[name] for of_layer in stats if name in of_layer]) for name in names}

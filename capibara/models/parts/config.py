@@ -261,7 +261,8 @@ class TransformerConfig(Layers):
       num_kv_heads, head_dim: key/value heads, size of a head; None: as many as query heads, embed_dim / num_heads.
       norm, norm_eps, norm_scale, norm_placement: kind, epsilon, scale parameter and placement of normalisation.
       activation, bias, residual: variants of the blocks.
-      swiglu_alpha, swiglu_limit: parameters of the activation "clamped_swiglu" (layers.ClampedSwiglu).
+      swiglu_alpha, swiglu_limit: parameters of the activations "clamped_swiglu" and, the limit, "limited_swiglu"
+        (layers.ClampedSwiglu).
       qk_norm: normalisation of queries and keys.
       attention_sinks: a learned logit per head in the softmax's denominator, or none.
       attention_scale: factor of q k^T; None: head_dim**-0.5.
@@ -385,6 +386,8 @@ class TransformerConfig(Layers):
         """The activation, with its parameters if it has any."""
         if self.activation is Activation.CLAMPED_SWIGLU:
             return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
+        if self.activation is Activation.LIMITED_SWIGLU:
+            return ClampedSwiglu(1.0, self.swiglu_limit, 0.0)
         return self.activation
 
     @property
@@ -494,13 +497,11 @@ def _check_numbers(config: TransformerConfig) -> None:
 
 def _check_variants(config: TransformerConfig) -> None:
     class_name = type(config).__name__
-    if config.activation is not Activation.CLAMPED_SWIGLU and (config.swiglu_alpha, config.swiglu_limit) != (
-        1.702,
-        7.0,
-    ):
+    alpha, limit = config.activation is Activation.CLAMPED_SWIGLU, isinstance(config.gating, ClampedSwiglu)
+    if (not alpha and config.swiglu_alpha != 1.702) or (not limit and config.swiglu_limit != 7.0):
         raise UserError(
-            f"{class_name}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', not for "
-            f"{str(config.activation)!r}: leave them out"
+            f"{class_name}.swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu', the limit for 'limited_swiglu', "
+            f"too, not for {str(config.activation)!r}: leave them out"
         )
     if config.moe is not None and len(config.dense_layers) == config.num_layers:
         raise UserError(

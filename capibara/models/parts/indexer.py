@@ -63,16 +63,7 @@ class KeyIndexer(nnx.Module):
 
     def bias(self, queries: IndexQueries, k_BSI: jax.Array, visible_BTS: jax.Array, num_heads: int) -> jax.Array:
         """What is added to the scores so that each query sees the best of its visible keys alone, [B, N, T, S]."""
-
-        def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            q_BTI, weight_BT = head
-            scores = jnp.einsum("BTI,BSI->BTS", q_BTI.astype(jnp.float32), k_BSI.astype(jnp.float32))
-            return total_BTS + weight_BT[..., None] * jax.nn.relu(scores), None
-
-        of_heads = jnp.moveaxis(queries.heads, 2, 0), jnp.moveaxis(queries.weights, 2, 0)
-        total_BTS, _ = jax.lax.scan(add, jnp.zeros(visible_BTS.shape, jnp.float32), of_heads)
-        total_BTS = jax.lax.stop_gradient(jnp.where(visible_BTS, total_BTS, -jnp.inf))
-        _, best_BTk = jax.lax.top_k(total_BTS, min(self.sizes.top, total_BTS.shape[-1]))
+        best_BTk = best(queries, k_BSI, visible_BTS, self.sizes.top)
         chosen_BTS = jnp.put_along_axis(jnp.zeros(visible_BTS.shape, bool), best_BTk, True, axis=-1, inplace=False)
         bias_BTS = jnp.where(chosen_BTS, 0.0, _UNSEEN)
         B, T, S = bias_BTS.shape
@@ -80,6 +71,20 @@ class KeyIndexer(nnx.Module):
 
     def _rotated(self, x_BTNI: jax.Array, angles: rotary.Angles | None) -> jax.Array:
         return x_BTNI if angles is None else rotary.rotate(x_BTNI, angles, self.sizes.pairs)
+
+
+def best(queries: IndexQueries, k_BSI: jax.Array, visible_BTS: jax.Array, top: int) -> jax.Array:
+    """The numbers [B, T, k] of the keys that score highest; where fewer are visible, of others, too."""
+
+    def add(total_BTS: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        q_BTI, weight_BT = head
+        scores = jnp.einsum("BTI,BSI->BTS", q_BTI.astype(jnp.float32), k_BSI.astype(jnp.float32))
+        return total_BTS + weight_BT[..., None] * jax.nn.relu(scores), None
+
+    of_heads = jnp.moveaxis(queries.heads, 2, 0), jnp.moveaxis(queries.weights, 2, 0)
+    total_BTS, _ = jax.lax.scan(add, jnp.zeros(visible_BTS.shape, jnp.float32), of_heads)
+    total_BTS = jax.lax.stop_gradient(jnp.where(visible_BTS, total_BTS, -jnp.inf))
+    return jax.lax.top_k(total_BTS, min(top, total_BTS.shape[-1]))[1]
 
 
 class Blocks(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from typing import ClassVar
 
 import jax
 
@@ -24,7 +25,8 @@ class LayerKind(enum.StrEnum):
     model's mixer in place of attention (Qwen3-Next, LFM2). hybrid: attention as in global layers and the model's mixer
     read the same input, and their results are added (Falcon-H1). feed_forward: the layer has an MLP or experts and nothing
     else, and the other layers have no MLP (Nemotron-H). sparse: global, but a query sees the blocks of keys alone that the
-    model's block indexer chooses (MiniMax-M3).
+    model's block indexer chooses (MiniMax-M3). compressed: local, and a query also sees an entry for each window of earlier
+    tokens. compressed_sparse: of entries of shorter windows, it sees those that an indexer chooses (both DeepSeek-V4).
     """
 
     GLOBAL = "global"
@@ -34,6 +36,18 @@ class LayerKind(enum.StrEnum):
     HYBRID = "hybrid"
     FEED_FORWARD = "feed_forward"
     SPARSE = "sparse"
+    COMPRESSED = "compressed"
+    COMPRESSED_SPARSE = "compressed_sparse"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the layer has entries for windows of tokens."""
+        return self in (LayerKind.COMPRESSED, LayerKind.COMPRESSED_SPARSE)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether its queries see the tokens of a window alone."""
+        return self is LayerKind.LOCAL or self.compresses
 
     @property
     def attends(self) -> bool:
@@ -102,7 +116,13 @@ class BlockIndexer:
 
 
 class Layers:
-    """What a model's configuration says of its layers."""
+    """What a model's configuration says of its layers.
+
+    Attributes:
+      has_entries: whether its layers may have entries for windows of tokens.
+    """
+
+    has_entries: ClassVar[bool] = False
 
     num_layers: int
     mlp_dim: int
@@ -154,6 +174,11 @@ class Layers:
         return 0 if self.moe is None else self.moe.first_dense
 
     @property
+    def cuts(self) -> tuple[int, ...]:
+        """Numbers of layers before which a pattern of kinds or modules ends, beside first_dense."""
+        return () if self.moe is None else (min(self.moe.hash_layers, self.num_layers),)
+
+    @property
     def dense_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that have an MLP where the others have experts."""
         if self.moe is None:
@@ -176,6 +201,10 @@ class Layers:
         some = {module: tuple(layers) for module, layers in numbers.items() if len(layers) < self.num_layers}
         if dense := self.dense_layers:
             some |= {"first_mlp": dense, "mlp": tuple(n for n in range(self.num_layers) if n not in dense)}
+        if self.moe is not None and self.moe.hash_layers:
+            first = range(min(self.moe.hash_layers, self.num_layers))
+            rest = tuple(range(len(first), self.num_layers))
+            some |= {"hash_mlp": tuple(first), "mlp": rest} if rest else {}
         if self.dense_layers and self.norm_gate_rank is not None:
             some |= {"mlp_norm": some["first_mlp"], "gated_mlp_norm": some["mlp"]}
         if self.mixed_norms:
@@ -186,6 +215,15 @@ class Layers:
     def attention_module(self, kind: LayerKind) -> str:
         """The module with the attention of a layer of this kind."""
         return "attention"
+
+    @property
+    def stateful(self) -> bool:
+        """Whether layers keep a state of the tokens before, which cannot forget the last of them."""
+        return self.mixer is not None
+
+    def further_keys(self, length: int) -> float:
+        """Keys beside those in `windows` that a token sees, averaged over a row of this length and summed over layers."""
+        return 0.0
 
     @property
     def mixed_norms(self) -> bool:
@@ -248,7 +286,11 @@ class Patterned(Layers):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        return tuple(self.layer_pattern[i % len(self.layer_pattern)] for i in range(self.num_layers))
+        return tuple(map(self.kind_of, range(self.num_layers)))
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of a layer, also of one after the last."""
+        return self.layer_pattern[layer % len(self.layer_pattern)]
 
     @property
     def period(self) -> int:

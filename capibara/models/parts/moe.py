@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import jax
@@ -37,8 +38,6 @@ from capibara.models.parts.router import (
     SharedGate,
     Stats,
     Weighted,
-    router_loss,
-    router_metrics,
 )
 from capibara.sharding import constrain
 
@@ -64,10 +63,11 @@ _Routed = tuple[jax.Array, ...]
 class MoeMLP(nnx.Module):
     """Experts, each an MLP as configured, and the router that chooses some of them for every token.
 
-    Experts' products are in the compute dtype whatever TransformerConfig.quantization is.
+    Experts' products are in the compute dtype whatever TransformerConfig.quantization is. Where it is `hashed`, a table chooses
+    them by the token's id.
     """
 
-    def __init__(self, config: TransformerConfig, moe: Moe, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, moe: Moe, rngs: nnx.Rngs, hashed: bool = False):
         D, E = config.embed_dim, moe.num_experts
         F = config.mlp_dim if moe.expert_dim is None else moe.expert_dim
         self.config, self.moe = config, moe
@@ -91,7 +91,11 @@ class MoeMLP(nnx.Module):
             self.shared_down = layers.projection(rngs, projections.SHARED_DOWN, (shared, D), branches)
         if moe.shared_gate is SharedGate.SIGMOID:
             self.shared_switch = layers.param(rngs, (D, 1), ("router", "router"), layers.fan_in(0))
-        if moe.correction is not Correction.NONE:
+        self.hashed = hashed
+        if hashed:
+            shape = (config.vocab_size, moe.top_k)
+            self.expert_table = layers.param(rngs, shape, ("vocab", "router"), _evenly(E))
+        elif moe.correction is not Correction.NONE:
             self.correction = layers.param(rngs, (E,), ("router",), layers.zeros)
         if moe.output_norm is OutputNorm.LAYER:
             self.output_norm = config.make_norm(rngs)
@@ -109,6 +113,7 @@ class MoeMLP(nnx.Module):
         step: jax.Array | None = None,
         row_positions_T: jax.Array | None = None,
         remix: Remix | None = None,
+        tokens_BT: jax.Array | None = None,
     ) -> tuple[jax.Array, Stats]:
         """Applies the layer.
 
@@ -120,6 +125,7 @@ class MoeMLP(nnx.Module):
           row_positions_T: column of each token in the row before sharding.balanced; None: in order. Capacity is
             assigned in this order.
           remix: scores that are mixed into those of some tokens.
+          tokens_BT: ids of the tokens, where a table chooses by them.
 
         Returns:
           [B, T, D], and the statistics of `router.choose`, with `domain_load` where there are domains.
@@ -138,8 +144,8 @@ class MoeMLP(nnx.Module):
         logits = constrain(logits, ("batch", "act_time", None))
         real_BT = segment_ids_BT > 0
         hint = router.hint_of(moe, domains_BT, step)
-        correction = None if moe.correction is Correction.NONE else self.correction[...]
-        choice, stats = router.choose(logits, real_BT, moe, hint, correction, remix)
+        correction = self.correction[...] if hasattr(self, "correction") else None
+        choice, stats = router.choose(logits, real_BT, moe, hint, correction, remix, self._of_table(tokens_BT))
         if moe.hints is not None and domains_BT is not None:
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
         positions_BTk = None
@@ -159,6 +165,14 @@ class MoeMLP(nnx.Module):
         if moe.output_norm is OutputNorm.LAYER:
             y = self.output_norm(y)
         return constrain(y, ("batch", "act_time", "act_embed")), stats
+
+    def _of_table(self, tokens_BT: jax.Array | None) -> jax.Array | None:
+        """The tokens' experts [B, T, k] by their ids; None: no table chooses."""
+        if not self.hashed:
+            return None
+        assert tokens_BT is not None, "the decoder gives them"
+        table_Vk = jax.lax.stop_gradient(self.expert_table[...])
+        return jnp.take(table_Vk, tokens_BT, axis=0).astype(jnp.int32)
 
     def router_inputs(self, x_BTD: jax.Array) -> jax.Array:
         """What the router reads, [B, T, D] in float32."""
@@ -254,6 +268,16 @@ class MoeMLP(nnx.Module):
         return sharding.psum(y, axes.partial) if axes.partial else y
 
 
+def _evenly(num_experts: int) -> layers.Initializer:
+    """A table [V, k] that spreads token ids over the experts."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+        first = jax.random.randint(key, (shape[0], 1), 0, num_experts)
+        return ((first + jnp.arange(shape[1])) % num_experts).astype(dtype)
+
+    return init
+
+
 def _within_capacity(
     choice: Choice, moe: Moe, row_positions_T: jax.Array | None
 ) -> tuple[Choice, jax.Array, jax.Array]:
@@ -332,3 +356,69 @@ def _dense_gates(choice: Choice | ExpertChoice, length: int, num_experts: int) -
     B, E, _ = choice.tokens.shape
     rows, experts = jnp.arange(B)[:, None, None], jnp.arange(E)[:, None]
     return jnp.zeros((B, length, E), jnp.float32).at[rows, choice.tokens, experts].set(choice.gates, mode="drop")
+
+
+def router_loss(stats: Stats, moe: Moe) -> jax.Array:
+    """The router's losses times their coefficients, summed over layers; part of the loss sum.
+
+    Args:
+      stats: from `choose`, of one layer or with a leading axis of layers.
+      moe: the configuration.
+    """
+    loss = moe.balance_loss * jnp.sum(stats["balance"]) + moe.router_z_loss * jnp.sum(stats["z"])
+    if "hint" not in stats:
+        return loss
+    assert moe.hints is not None, "there is a hint"
+    return loss + moe.hints.loss * jnp.sum(stats["hint"])
+
+
+def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
+    """Metrics of how the experts are used.
+
+    Args:
+      stats: sums of `choose` over the whole batch, of one layer or with a leading axis of layers.
+      moe: the configuration.
+
+    Returns:
+      balance_loss, router_z_loss: their contributions to the loss per token, summed over layers.
+      router_entropy: mean over tokens and layers, relative to a uniform router: 1 if it prefers no expert.
+      dropped_share: share of choices beyond an expert's capacity; with expert choice, share of tokens that no expert
+        chose.
+      expert_load_max, expert_load_min: load of the busiest and the idlest expert of all layers, relative to the mean.
+      expert_load/<expert>: mean over layers.
+      With domains also hint_accuracy: the share of tokens of a known domain whose most probable expert belongs to it;
+      hint_accuracy/<domain>: the same of one domain, NaN without its tokens. With a hint also hint_loss and hint_weight.
+    """
+    tokens_L = jnp.maximum(jnp.atleast_1d(stats["tokens"]), 1.0)
+    load_LE = stats["load"].reshape(len(tokens_L), moe.num_experts)
+    share_LE = load_LE * moe.num_experts / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1.0)
+    total = jnp.sum(tokens_L)
+    choices = total if moe.routing is Routing.EXPERT_CHOICE else jnp.maximum(jnp.sum(load_LE), 1.0)
+    metrics = {
+        "balance_loss": moe.balance_loss * jnp.sum(stats["balance"] / tokens_L),
+        "router_z_loss": moe.router_z_loss * jnp.sum(stats["z"] / tokens_L),
+        "router_entropy": jnp.sum(stats["entropy"]) / total / math.log(max(moe.num_experts, 2)),
+        "dropped_share": jnp.sum(stats["dropped"]) / choices,
+        "expert_load_max": jnp.max(share_LE),
+        "expert_load_min": jnp.min(share_LE),
+    }
+    metrics |= {f"expert_load/{expert}": share for expert, share in enumerate(jnp.mean(share_LE, axis=0))}
+    if "hint" in stats:
+        assert moe.hints is not None, "there is a hint"
+        metrics["hint_loss"] = moe.hints.loss * jnp.sum(stats["hint"] / tokens_L)
+        metrics["hint_weight"] = jnp.sum(stats["hint_weight"]) / total
+    if "domain_load" in stats:
+        assert moe.hints is not None, "there are domains"
+        metrics |= _domain_metrics(stats["domain_load"], moe.hints, moe.num_experts)
+    return metrics
+
+
+def _domain_metrics(load: jax.Array, hints: Hints, num_experts: int) -> dict[str, jax.Array]:
+    load_dE = jnp.sum(load.reshape(-1, 1 + len(hints.domains), num_experts), axis=0)[1:]
+    masks = [np.isin(np.arange(num_experts), experts) for experts in hints.assignment(num_experts)]
+    hits_d = jnp.sum(load_dE * jnp.asarray(masks, jnp.float32), axis=-1)
+    tokens_d = jnp.sum(load_dE, axis=-1)
+    metrics = {"hint_accuracy": jnp.sum(hits_d) / jnp.maximum(jnp.sum(tokens_d), 1.0)}
+    for domain, hits, tokens in zip(hints.domains, hits_d, tokens_d):
+        metrics[f"hint_accuracy/{domain}"] = jnp.where(tokens > 0, hits / jnp.maximum(tokens, 1.0), jnp.nan)
+    return metrics

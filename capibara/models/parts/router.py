@@ -19,6 +19,8 @@ from capibara.core.types import UserError
 
 Stats = dict[str, jax.Array]
 _NEVER = -1e30  # log probability of an excluded choice; finite, so that differences are numbers
+_LEAST = -20.0  # below it, the logarithm of softplus is the logit in float32
+_MOST_HASHED = 256  # bfloat16, in which parameters may be loaded, has all whole numbers up to it
 
 
 class Dispatch(enum.StrEnum):
@@ -40,10 +42,22 @@ class Routing(enum.StrEnum):
 
 
 class Score(enum.StrEnum):
-    """How logits become scores: softmax over all experts, or a sigmoid for each (DeepSeek-V3)."""
+    """How logits become scores: softmax over all experts, or for each a sigmoid (DeepSeek-V3) or a root of softplus (V4)."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SQRT_SOFTPLUS = "sqrt_softplus"
+
+    def logs(self, logits: jax.Array) -> jax.Array:
+        """The logarithms of the scores."""
+        match self:
+            case Score.SOFTMAX:
+                return jax.nn.log_softmax(logits, axis=-1)
+            case Score.SIGMOID:
+                return jax.nn.log_sigmoid(logits)
+        # softplus underflows where it is the exponential itself.
+        within = jnp.log(jax.nn.softplus(jnp.maximum(logits, _LEAST)))
+        return 0.5 * jnp.where(logits < _LEAST, logits, within)
 
 
 class Gates(enum.StrEnum):
@@ -194,6 +208,7 @@ class Moe:
       first_dense: number of the first layers that have an MLP of the model's mlp_dim, and no experts (DeepSeek-V3: 3).
       pattern: what the layers have, from the first one of the model, repeated over all; ("dense", "experts") alternates
         (Jamba, Llama 4).
+      hash_layers: number of the first layers in which a table has the experts of each token id (DeepSeek-V4: 3).
       shared_experts: experts that process every token (DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066).
       shared_dim: hidden width of a shared expert; None: as the other experts.
       dispatch: dropless, or up to a capacity.
@@ -224,6 +239,7 @@ class Moe:
     expert_dim: int | None = None
     first_dense: int = 0
     pattern: tuple[MlpKind, ...] = (MlpKind.EXPERTS,)
+    hash_layers: int = 0
     shared_experts: int = 0
     shared_dim: int | None = None
     dispatch: Dispatch = Dispatch.DROPLESS
@@ -257,7 +273,7 @@ class Moe:
         if self.top_k > self.num_experts:
             most = self.num_experts
             raise UserError(f"Moe.top_k ({self.top_k}) must be at most num_experts ({most}): try {min(2, most)}")
-        for name in ("shared_experts", "first_dense"):
+        for name in ("shared_experts", "first_dense", "hash_layers"):
             if getattr(self, name) < 0:
                 raise UserError(f"Moe.{name} is {getattr(self, name)}, must be at least 0")
         if MlpKind.EXPERTS not in self.pattern:
@@ -305,6 +321,8 @@ class Moe:
             raise UserError(
                 "Moe.correction and groups decide which experts a token chooses, routing is 'expert_choice': leave them out"
             )
+        if self.correction is Correction.LOGIT and self.score is Score.SQRT_SOFTPLUS:
+            raise UserError("Moe.correction is 'logit', must be 'expert' or 'none' with score 'sqrt_softplus'")
         if self.correction is Correction.LOGIT and (self.groups > 1 or self.hints is not None):
             raise UserError("Moe.correction is 'logit', must be 'expert' or 'none' with groups above 1 and with hints")
         if not 0 <= self.closeness < math.inf:
@@ -323,14 +341,39 @@ class Moe:
                 "Moe.weighted is 'inputs', must have dispatch 'dropless', routing 'token_choice' and bias 'mlp': leave them out, "
                 "or write 'outputs'"
             )
+        if self.hash_layers:
+            self._check_table()
         if self.shared_gate is not SharedGate.NONE and not self.shared_experts:
             raise UserError("Moe.shared_gate is for shared experts, shared_experts is 0: leave it out")
         if self.combination is not Combination.SUM and not self.shared_experts:
             raise UserError("Moe.combination is for shared experts, shared_experts is 0: leave it out")
 
+    def _check_table(self) -> None:
+        if self.num_experts > _MOST_HASHED:
+            raise UserError(
+                f"Moe.num_experts ({self.num_experts}) must be at most {_MOST_HASHED} with hash_layers ({self.hash_layers}): the "
+                "table's numbers must be exact in bfloat16"
+            )
+        unsupported = {
+            "first_dense is above 0": self.first_dense > 0,
+            "pattern has 'dense'": MlpKind.DENSE in self.pattern,
+            "routing is 'expert_choice'": self.routing is Routing.EXPERT_CHOICE,
+            "gates is 'close'": self.gates is Gates.CLOSE,
+            "hints are set": self.hints is not None,
+        }
+        for option, is_set in unsupported.items():
+            if is_set:
+                raise UserError(f"Moe.hash_layers ({self.hash_layers}) is not supported where {option}: leave it out")
+
     def in_layer(self, layer: int) -> bool:
         """Whether the layer with this number has experts."""
         return layer >= self.first_dense and self.pattern[layer % len(self.pattern)] is MlpKind.EXPERTS
+
+    def module(self, layer: int) -> str:
+        """The module of a layer that has its experts or MLP."""
+        if layer < self.hash_layers:
+            return "hash_mlp"
+        return "mlp" if self.in_layer(layer) else "first_mlp"
 
     @property
     def _chooses_by_softmax(self) -> bool:
@@ -418,6 +461,7 @@ def choose(
     hint: Hint | None = None,
     correction_E: jax.Array | None = None,
     remix: Remix | None = None,
+    of_table_BTk: jax.Array | None = None,
 ) -> tuple[Choice | ExpertChoice, Stats]:
     """Routes the tokens.
 
@@ -428,6 +472,7 @@ def choose(
       hint: the tokens' domain hints.
       correction_E: bias of each expert's score, or logit, in the choice.
       remix: scores that are mixed in.
+      of_table_BTk: the tokens' experts, whatever their scores; None: the scores decide.
 
     Returns:
       The choice, and float32 sums over real tokens, which can be added over rows:
@@ -443,10 +488,8 @@ def choose(
       With a hint also: hint (its cross entropy times its weight) and hint_weight. With a remix also: pathway, [B, E] the
       scores of its tokens before it.
     """
-    if moe.score is Score.SOFTMAX:
-        log_scores = log_p = jax.nn.log_softmax(logits_BTE, axis=-1)
-    else:
-        log_scores = jax.nn.log_sigmoid(logits_BTE)
+    log_scores = log_p = moe.score.logs(logits_BTE)
+    if moe.score is not Score.SOFTMAX:
         log_p = jax.nn.log_softmax(log_scores, axis=-1)
     p, real = jnp.exp(log_p), real_BT.astype(jnp.float32)
     stats = {
@@ -464,7 +507,11 @@ def choose(
     if moe.routing is Routing.EXPERT_CHOICE:
         choice, of_choice = _expert_choice(log_scores, real_BT, moe)
     else:
-        choice, of_choice = _token_choice(logits_BTE, log_scores, p, real_BT, moe, correction_E)
+        if of_table_BTk is None:
+            experts_BTk = _highest(_ranks(log_scores, moe, correction_E), real_BT, moe)
+        else:
+            experts_BTk = jnp.where(real_BT[..., None], of_table_BTk, moe.num_experts)
+        choice, of_choice = _token_choice(logits_BTE, log_scores, p, real_BT, moe, experts_BTk)
     return choice, stats | of_choice
 
 
@@ -548,16 +595,9 @@ def _close_shares(logits_BTE: jax.Array, chosen_BTkE: jax.Array, closeness: floa
     return jnp.sum(jnp.where(chosen_BTkE, shares, 0.0), axis=-1)
 
 
-def _token_choice(
-    logits_BTE: jax.Array,
-    log_scores_BTE: jax.Array,
-    p_BTE: jax.Array,
-    real_BT: jax.Array,
-    moe: Moe,
-    correction_E: jax.Array | None,
-) -> tuple[Choice, Stats]:
-    rest = jax.lax.stop_gradient(_ranks(log_scores_BTE, moe, correction_E))
-    every = jnp.arange(moe.num_experts, dtype=jnp.int32)
+def _highest(ranks_BTE: jax.Array, real_BT: jax.Array, moe: Moe) -> jax.Array:
+    """The experts [B, T, k] with the highest ranks; num_experts where there is none."""
+    rest, every = jax.lax.stop_gradient(ranks_BTE), jnp.arange(moe.num_experts, dtype=jnp.int32)
     experts, possible = [], []
     # Not lax.top_k: the partitioner would gather all tokens for that call.
     for _ in range(moe.top_k):
@@ -567,8 +607,18 @@ def _token_choice(
         # use capacity that another token needs. (A NaN stays a choice, so that it is noticed.)
         possible.append(real_BT & ~(jnp.max(rest, axis=-1) < _NEVER / 2))
         rest = jnp.where(best_BT[..., None] == every, -jnp.inf, rest)
-    experts_BTk = jnp.where(jnp.stack(possible, axis=-1), jnp.stack(experts, axis=-1), moe.num_experts)
-    chosen_BTkE = experts_BTk[..., None] == every
+    return jnp.where(jnp.stack(possible, axis=-1), jnp.stack(experts, axis=-1), moe.num_experts)
+
+
+def _token_choice(
+    logits_BTE: jax.Array,
+    log_scores_BTE: jax.Array,
+    p_BTE: jax.Array,
+    real_BT: jax.Array,
+    moe: Moe,
+    experts_BTk: jax.Array,
+) -> tuple[Choice, Stats]:
+    chosen_BTkE = experts_BTk[..., None] == jnp.arange(moe.num_experts, dtype=jnp.int32)
     if moe.gates is Gates.CLOSE:
         gates_BTk = _close_shares(logits_BTE, chosen_BTkE, moe.closeness)
     else:
@@ -630,69 +680,3 @@ def positions_in_experts(experts_BTk: jax.Array, num_experts: int, row_positions
     first = jnp.take_along_axis(jnp.cumsum(sizes, axis=1) - sizes, experts, axis=1)
     position = jnp.arange(T * k, dtype=jnp.int32) - first
     return jax.lax.sort((index, position), num_keys=1)[1].reshape(B, T, k)
-
-
-def router_loss(stats: Stats, moe: Moe) -> jax.Array:
-    """The router's losses times their coefficients, summed over layers; part of the loss sum.
-
-    Args:
-      stats: from `choose`, of one layer or with a leading axis of layers.
-      moe: the configuration.
-    """
-    loss = moe.balance_loss * jnp.sum(stats["balance"]) + moe.router_z_loss * jnp.sum(stats["z"])
-    if "hint" not in stats:
-        return loss
-    assert moe.hints is not None, "there is a hint"
-    return loss + moe.hints.loss * jnp.sum(stats["hint"])
-
-
-def router_metrics(stats: Stats, moe: Moe) -> dict[str, jax.Array]:
-    """Metrics of how the experts are used.
-
-    Args:
-      stats: sums of `choose` over the whole batch, of one layer or with a leading axis of layers.
-      moe: the configuration.
-
-    Returns:
-      balance_loss, router_z_loss: their contributions to the loss per token, summed over layers.
-      router_entropy: mean over tokens and layers, relative to a uniform router: 1 if it prefers no expert.
-      dropped_share: share of choices beyond an expert's capacity; with expert choice, share of tokens that no expert
-        chose.
-      expert_load_max, expert_load_min: load of the busiest and the idlest expert of all layers, relative to the mean.
-      expert_load/<expert>: mean over layers.
-      With domains also hint_accuracy: the share of tokens of a known domain whose most probable expert belongs to it;
-      hint_accuracy/<domain>: the same of one domain, NaN without its tokens. With a hint also hint_loss and hint_weight.
-    """
-    tokens_L = jnp.maximum(jnp.atleast_1d(stats["tokens"]), 1.0)
-    load_LE = stats["load"].reshape(len(tokens_L), moe.num_experts)
-    share_LE = load_LE * moe.num_experts / jnp.maximum(jnp.sum(load_LE, axis=-1, keepdims=True), 1.0)
-    total = jnp.sum(tokens_L)
-    choices = total if moe.routing is Routing.EXPERT_CHOICE else jnp.maximum(jnp.sum(load_LE), 1.0)
-    metrics = {
-        "balance_loss": moe.balance_loss * jnp.sum(stats["balance"] / tokens_L),
-        "router_z_loss": moe.router_z_loss * jnp.sum(stats["z"] / tokens_L),
-        "router_entropy": jnp.sum(stats["entropy"]) / total / math.log(max(moe.num_experts, 2)),
-        "dropped_share": jnp.sum(stats["dropped"]) / choices,
-        "expert_load_max": jnp.max(share_LE),
-        "expert_load_min": jnp.min(share_LE),
-    }
-    metrics |= {f"expert_load/{expert}": share for expert, share in enumerate(jnp.mean(share_LE, axis=0))}
-    if "hint" in stats:
-        assert moe.hints is not None, "there is a hint"
-        metrics["hint_loss"] = moe.hints.loss * jnp.sum(stats["hint"] / tokens_L)
-        metrics["hint_weight"] = jnp.sum(stats["hint_weight"]) / total
-    if "domain_load" in stats:
-        assert moe.hints is not None, "there are domains"
-        metrics |= _domain_metrics(stats["domain_load"], moe.hints, moe.num_experts)
-    return metrics
-
-
-def _domain_metrics(load: jax.Array, hints: Hints, num_experts: int) -> dict[str, jax.Array]:
-    load_dE = jnp.sum(load.reshape(-1, 1 + len(hints.domains), num_experts), axis=0)[1:]
-    masks = [np.isin(np.arange(num_experts), experts) for experts in hints.assignment(num_experts)]
-    hits_d = jnp.sum(load_dE * jnp.asarray(masks, jnp.float32), axis=-1)
-    tokens_d = jnp.sum(load_dE, axis=-1)
-    metrics = {"hint_accuracy": jnp.sum(hits_d) / jnp.maximum(jnp.sum(tokens_d), 1.0)}
-    for domain, hits, tokens in zip(hints.domains, hits_d, tokens_d):
-        metrics[f"hint_accuracy/{domain}"] = jnp.where(tokens > 0, hits / jnp.maximum(tokens, 1.0), jnp.nan)
-    return metrics

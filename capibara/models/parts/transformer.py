@@ -66,6 +66,7 @@ class Rows(NamedTuple):
       pathways: what is mixed into the router's scores; None: nothing.
       blocks: [B, T], numbers of the blocks that tokens of local layers attend in, 0 for padding; None: they have none.
       embedded: [B, T, D], the token embeddings, for layers that read them beside the stream; None: none does.
+      tokens: [B, T] their ids, for layers whose experts a table chooses by them; None: none does.
     """
 
     segment_ids: jax.Array
@@ -78,6 +79,7 @@ class Rows(NamedTuple):
     blocks: jax.Array | None = None
     pathways: Pathways | None = None
     embedded: jax.Array | None = None
+    tokens: jax.Array | None = None
 
     def scale_of(self, kind: LayerKind) -> jax.Array | None:
         """The factors of the queries in a layer of this kind."""
@@ -93,7 +95,7 @@ class Shared(NamedTuple):
       step: int32 scalar, the train step; None outside training.
       drop: the layer's dropout; None: no dropout.
       bias_at: computes the bias for rows that have read tokens before (dense.attend).
-      dense: whether the layer has an MLP where others have experts.
+      mlp: the module of its MLP or experts.
       bare: whether the layer's attention reads its input without a norm.
       distances_RD: embeddings of distances, of disentangled attention.
       number: of the layer, where dropout, its mixer or its streaming heads ask for it.
@@ -106,7 +108,7 @@ class Shared(NamedTuple):
     step: jax.Array | None = None
     bias_at: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     drop: Dropout | None = None
-    dense: bool = False
+    mlp: str = "mlp"
     bare: bool = False
     distances_RD: jax.Array | None = None
     number: jax.Array | int = 0
@@ -215,13 +217,7 @@ class Block(nnx.Module):
                 setattr(self, module, _attention(config.attention_of(kind), rngs))
         if config.mixer is not None:
             self.mixer = config.mixer.make(config, rngs)
-        if not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
-            self.mlp = _feed_forward(config, rngs)
-        if config.dense_layers:
-            self.first_mlp = MLP(config, rngs)
-        if config.one_branch:
-            self.branch_norm = config.make_norm(rngs)
-            return
+        make_feed_forward(self, config, rngs)
         _make_norms(self, config, rngs)
 
     def __call__(
@@ -284,18 +280,9 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dense.LayerCache]:
         """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
-        options: dict[str, Any] = {}
-        if (share_K := shared.share_of(layer_kind)) is not None:
-            options["share_K"] = share_K
-        elif streaming := self.config.streaming_in(shared.number):
-            options["streaming"] = streaming
 
         def attended(x: jax.Array) -> jax.Array:
-            y, new = _attention_of(self, layer_kind).cached(
-                x, layer, now, kind=kind, angles=None if rows.angles is None else rows.angles.get(layer_kind),
-                bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
-                query_scale_BT=rows.scale_of(layer_kind), **options,
-            )  # fmt: skip
+            y, new = self.attended_cached(x, layer, now, rows, shared, kind, layer_kind)
             written.update(new)
             return y
 
@@ -319,6 +306,22 @@ class Block(nnx.Module):
         if shared.bare:
             return self._bare(x_BTD, attention, mlp), written
         return self._joined(x_BTD, attention, mlp, layer_kind, shared), written
+
+    def attended_cached(
+        self, x_BTD: jax.Array, layer: dense.LayerCache, now: dense.PrefillInputs,
+        rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind,
+    ) -> tuple[jax.Array, dense.LayerCache]:  # fmt: skip
+        """What attention makes of the new tokens [B, T, D], and its updated cache."""
+        options: dict[str, Any] = {}
+        if (share_K := shared.share_of(layer_kind)) is not None:
+            options["share_K"] = share_K
+        elif streaming := self.config.streaming_in(shared.number):
+            options["streaming"] = streaming
+        return _attention_of(self, layer_kind).cached(
+            x_BTD, layer, now, kind=kind, angles=None if rows.angles is None else rows.angles.get(layer_kind),
+            bias_NTS=shared.bias, bias_at=shared.bias_at, prefix_BT=rows.prefix,
+            query_scale_BT=rows.scale_of(layer_kind), **options,
+        )  # fmt: skip
 
     def _in_parallel(self, x_BTD: jax.Array, kind: LayerKind, attended: Branch, mixed: Branch) -> jax.Array:
         """What attention and the mixer make of the same input, together; most kinds of layers have one of them."""
@@ -351,12 +354,12 @@ class Block(nnx.Module):
             y = self._normed(x_BTD, "attention", attention, kind) + self._normed(x_BTD, "mlp", mlp, kind)
             return residual(x_BTD + self._scaled(y))
         x_BTD = self.add(x_BTD, "attention", attention, kind)
-        has_gate = self.config.norm_gate_rank is not None and self.config.moe is not None and not shared.dense
+        has_gate = self.config.norm_gate_rank is not None and self.config.moe is not None and shared.mlp == "mlp"
         return self.add(x_BTD, "gated_mlp" if has_gate else "mlp", mlp, kind)
 
     def mlp_part(self, rows: Rows, shared: Shared, stats: Stats) -> Branch:
         """The MLP or the experts as a part for `add`; fills `stats` with the experts' statistics."""
-        mlp, factor = self.first_mlp if shared.dense else self.mlp, self.config.multipliers.mlp_output
+        mlp, factor = getattr(self, shared.mlp), self.config.multipliers.mlp_output
 
         def part(x: jax.Array) -> jax.Array:
             if isinstance(mlp, MixerLayer):
@@ -364,7 +367,9 @@ class Block(nnx.Module):
             if not isinstance(mlp, MoeMLP):
                 return dropout.apply(shared.drop, scaled(mlp(x, shared.drop), factor), Site.MLP)
             remix = None if rows.pathways is None else rows.pathways.in_layer(shared.number)
-            y, of_experts = mlp(x, rows.segment_ids, rows.domains, shared.step, shared.row_positions, remix)
+            y, of_experts = mlp(
+                x, rows.segment_ids, rows.domains, shared.step, shared.row_positions, remix, rows.tokens
+            )
             stats.update(of_experts)
             return dropout.apply(shared.drop, scaled(y, factor), Site.MLP)
 
@@ -396,6 +401,9 @@ class Block(nnx.Module):
 
 
 def _make_norms(block: Block, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+    if config.one_branch:
+        block.branch_norm = config.make_norm(rngs)
+        return
     rank, names = config.norm_gate_rank, []
     if config.norm_placement is not NormPlacement.OUTPUT:
         names = ["attention_norm"] if config.residual is Residual.SHARED else ["attention_norm", "mlp_norm"]
@@ -430,10 +438,21 @@ def mix_rows(mixer: MixerLayer, x_BTD: jax.Array, rows: Rows, shared: Shared) ->
     return layers.named(mixer(x_BTD, rows.segment_ids, shared.number), projections.OUT)
 
 
-def _feed_forward(config: TransformerConfig, rngs: nnx.Rngs) -> MLP | MoeMLP | MixerLayer:
-    if config.channel_mixer is not None:
-        return config.channel_mixer.make(config, rngs)
-    return MLP(config, rngs) if config.moe is None else MoeMLP(config, config.moe, rngs)
+def make_feed_forward(block: nnx.Module, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+    """Makes a block's MLPs, experts or channel mixer."""
+    moe, first, mlp = config.moe, 0, None
+    if moe is not None:
+        mlp, first = MoeMLP(config, moe, rngs), min(moe.hash_layers, config.num_layers)
+        if first:
+            block.hash_mlp = MoeMLP(config, moe, rngs, hashed=True)
+    elif config.channel_mixer is not None:
+        mlp = config.channel_mixer.make(config, rngs)
+    elif not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
+        mlp = MLP(config, rngs)
+    if first < config.num_layers:
+        block.mlp = mlp
+    if config.dense_layers:
+        block.first_mlp = MLP(config, rngs)
 
 
 def _attention(config: TransformerConfig, rngs: nnx.Rngs) -> Attention | Latent:

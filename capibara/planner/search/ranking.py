@@ -239,7 +239,7 @@ def _illegal(work: Workload, axis: str, size: int) -> str | None:
     pattern = len(getattr(c, "layer_pattern", (0,)))
     if size == 1:
         return None
-    if axis == "context" and c.mixer is not None:
+    if axis == "context" and c.stateful:
         return "recurrent layers read a row's tokens one after the other"
     if axis == "context" and c.streaming is not None:
         return "streaming heads see the first tokens of whole rows"

@@ -33,7 +33,7 @@ _LAYER = {
 _BY_KIND = {
     f"{kind}_{path}": layout
     for path, layout in _LAYER.items()
-    for kind in ("local", "sparse")
+    for kind in ("local", "sparse", "compressed")
     if path.startswith("attention/")
 }
 _CROSS = {f"cross_{path}": layout for path, layout in _LAYER.items() if path.startswith("attention")}
@@ -247,6 +247,7 @@ class Names:
       placed: (rows, shapes of our parameters, modules that some layers lack) -> the rows, with the names that tensors have in
         each layer; None: they differ by the number alone.
       mtp: the tensors of modules that predict further tokens; None: they are not supported.
+      numbers: pattern of tensors of whole numbers, stored as int64 -> the key of config.json with how many there are, from 0 on.
       separate: the table of checkpoints whose experts are tensors of their own, where those of `rows` are fused.
     """
 
@@ -261,6 +262,7 @@ class Names:
     chosen: Callable[[Mapping[str, Shape]], Rows] | None = None
     placed: Callable[[Rows, Mapping[str, Shape], tree.LayersOf], Rows] | None = None
     mtp: MtpNames | None = None
+    numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     separate: Rows = ()
 
     def canonical(self, name: str) -> str | None:
@@ -271,6 +273,11 @@ class Names:
     def of_part(self, name: str) -> bool:
         """Whether a tensor is of a part that is not supported."""
         return re.search(self.parts, self.todays(name)) is not None
+
+    def count_of(self, name: str) -> str | None:
+        """Of a tensor of whole numbers, the key of config.json with their count; None: it is another."""
+        name = self.todays(name)
+        return next((key for pattern, key in self.numbers.items() if re.search(pattern, name)), None)
 
     def todays(self, name: str) -> str:
         """The name of a tensor in today's checkpoints."""
