@@ -153,6 +153,7 @@ from capibara.jobs.sweeps.sweep import Sweep as Sweep
 from capibara.loading.adapters import Adapters as Adapters
 from capibara.models.adapters.lora import Lora as Lora
 from capibara.models.architectures.decoder import DecoderConfig as DecoderConfig
+from capibara.models.architectures.deepseek_v4.config import DeepseekV4Config as DeepseekV4Config
 from capibara.models.architectures.encdec import EncoderDecoderConfig as EncoderDecoderConfig
 from capibara.models.architectures.encoder import EncoderConfig as EncoderConfig
 from capibara.models.architectures.gemma3n.config import Gemma3nConfig as Gemma3nConfig

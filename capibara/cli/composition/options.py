@@ -260,7 +260,7 @@ DEPENDENT = (
     Dependent(
         ("Rope.local_theta",),
         "'local' in DecoderConfig.layer_pattern",
-        lambda run, component: "local" in getattr(run.model, "layer_pattern", ()),
+        lambda run, component: "local" in run.model.kinds,
     ),
     Dependent(
         ("Dpo.alpha",),

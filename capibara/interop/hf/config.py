@@ -293,7 +293,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 _MOE_FIELDS = (
     "num_experts", "top_k", "routing", "score", "gates", "correction", "groups", "top_groups",
     "group_score", "scale", "shared_gate", "bias", "closeness", "gate_offset", "weighted",
-    "combination", "output_norm", "logit_cap", "outside",
+    "combination", "output_norm", "logit_cap", "outside", "hash_layers",
 )  # fmt: skip
 _CLASSES = {
     Kind.DECODER: DecoderConfig,
@@ -302,7 +302,13 @@ _CLASSES = {
 }
 
 
-WHOLE = {"global", "hybrid", "sparse"}  # layers with the rotary positions of the whole row
+WHOLE = {
+    "global",
+    "hybrid",
+    "sparse",
+    "compressed",
+    "compressed_sparse",
+}  # layers with the rotary positions of the whole row
 _ROTATED = {True: LayerKind.LOCAL, False: LayerKind.GLOBAL}
 
 

@@ -8,6 +8,13 @@ from family_sizes import LAYER, RMS, rope
 
 FACTORS = dict(embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0, attention_multiplier=0.2)
 
+V4 = {key: value for key, value in RMS.items() if key not in ("intermediate_size", "num_key_value_heads")}
+V4 |= dict(model_type="deepseek_v4", head_dim=16, q_lora_rank=12, o_groups=2, o_lora_rank=6, partial_rotary_factor=0.5)
+V4 |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, swiglu_limit=0.5, sliding_window=7)
+V4 |= dict(index_n_heads=16, index_head_dim=12, index_topk=3, hc_mult=3, routed_scaling_factor=1.25)
+V4 |= dict(compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 8})
+V4_KINDS = ["heavily_compressed_attention", "compressed_sparse_attention"]
+V4_MAIN, V4_COMPRESS = (rope(theta=theta, partial_rotary_factor=0.25) for theta in (100.0, 800.0))
 DEEPSEEK = dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, n_shared_experts=2, n_group=4)
 DEEPSEEK |= dict(
     topk_group=2, routed_scaling_factor=1.5, norm_topk_prob=True, first_k_dense_replace=1, num_hidden_layers=3
@@ -51,6 +58,16 @@ CASES: dict[str, dict[str, Any]] = {
     | LATENT
     | {"rope_parameters": rope()},
     "deepseek_v3": dict(RMS, model_type="deepseek_v3") | DEEPSEEK | LATENT | {"rope_parameters": YARN},
+    "deepseek_v4": V4
+    | dict(layer_types=["sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"] + V4_KINDS)
+    | dict(mlp_layer_types=["hash_moe"] * 2 + ["moe"] * 3, num_hidden_layers=5, hc_sinkhorn_iters=3, hc_eps=1e-2)
+    | dict(
+        rope_parameters=rope("yarn", 500.0, factor=4.0, original_max_position_embeddings=16), compress_rope_theta=500.0
+    ),
+    # The published order of layers, angles of each kind of layers, and a tied head.
+    "deepseek_v4_tied": V4
+    | dict(num_hidden_layers=4, hc_mult=2, hc_sinkhorn_iters=1, scoring_func="sigmoid", tie_word_embeddings=True)
+    | dict(rope_parameters=dict(main=V4_MAIN, compress=V4_COMPRESS), sliding_window=3, o_groups=4, index_topk=512),
     "deepseek_v32": dict(RMS, model_type="deepseek_v32", index_topk=7, index_n_heads=16, index_head_dim=12)
     | DEEPSEEK
     | LATENT

@@ -123,8 +123,8 @@ class EntryAttention(nnx.Module):
             if self.kind is LayerKind.COMPRESSED_SPARSE:
                 by = self.indexer.compressor
                 index_keys = by.entries(by.inputs(x_BTD), windows)
-            made = self.compressor.entries(self.compressor.inputs(x_BTD), windows)
-            entries = Entries(made, documents, ends_of_rows(windows), index_keys)
+            computed = self.compressor.entries(self.compressor.inputs(x_BTD), windows)
+            entries = Entries(computed, documents, ends_of_rows(windows), index_keys)
         before = jnp.zeros((B, self.config.window - 1, keys.shape[-1]), keys.dtype)
         outside = jnp.full(before.shape[:2], -1, segment_ids_BT.dtype)
         documents = jnp.concatenate([outside, segment_ids_BT], axis=1)
@@ -149,14 +149,14 @@ class EntryAttention(nnx.Module):
         before, entries = layer[_WINDOW], None
         state = {_WINDOW: convolution.last_inputs(keys, before, now.counts)}
         if self.kind.compresses:
-            made, new = self.compressor.cached(_ENTRY, x_BTD, layer, now)
+            computed, new = self.compressor.cached(_ENTRY, x_BTD, layer, now)
             state, index_keys = state | new, None
             if self.kind is LayerKind.COMPRESSED_SPARSE:
                 index_keys, new = self.indexer.compressor.cached(_INDEX, x_BTD, layer, now)
                 state |= new
                 index_keys = index_keys.astype(keys.dtype)
-            ends = ends_of_cache(made, now.lengths + now.counts, self.compressor.rate)
-            entries = Entries(made.astype(keys.dtype), jnp.ones_like(ends), ends, index_keys)
+            ends = ends_of_cache(computed, now.lengths + now.counts, self.compressor.rate)
+            entries = Entries(computed.astype(keys.dtype), jnp.ones_like(ends), ends, index_keys)
         places = now.lengths[:, None] - jnp.arange(before.shape[1], 0, -1, dtype=jnp.int32)
         documents = jnp.concatenate([jnp.where(places >= 0, 1, -1), documents], axis=1)
         y = self._attend(queries, jnp.concatenate([before.astype(keys.dtype), keys], axis=1), documents, entries)

@@ -134,10 +134,10 @@ class Compressor(nnx.Module):
         inputs, entries = (layer[f"{STATE}_{name}_{part}"] for part in ("inputs", "entries"))
         new = self.inputs(x_BTD)
         windows = windows_of_cache(now, self.rate, self.taps - 1)
-        made = self.entries(jnp.concatenate([inputs.astype(new.dtype), new], axis=1), windows)
+        computed = self.entries(jnp.concatenate([inputs.astype(new.dtype), new], axis=1), windows)
         number = jnp.where(windows.are_there, windows.starts // self.rate, entries.shape[1])
         rows = jnp.arange(len(entries), dtype=jnp.int32)[:, None]
-        entries = entries.at[rows, number].set(made.astype(entries.dtype), mode="drop")
+        entries = entries.at[rows, number].set(computed.astype(entries.dtype), mode="drop")
         state = {f"{STATE}_{name}_inputs": convolution.last_inputs(new, inputs, now.counts)}
         return entries, state | {f"{STATE}_{name}_entries": entries}
 

@@ -60,8 +60,8 @@ class DeepseekV4Config(DecoderConfig):
         names = {"layers/hash_mlp/expert_table"} if self.moe is not None and self.moe.hash_layers else set()
         if LayerKind.COMPRESSED_SPARSE not in self.kinds:
             return frozenset(names)
-        own = ("index_query", "index_weight", *(f"compressor/{name}" for name in _OF_COMPRESSOR))
-        return frozenset(names | {f"layers/sparse_attention/indexer/{name}" for name in own})
+        of_indexer = ("index_query", "index_weight", *(f"compressor/{name}" for name in _OF_COMPRESSOR))
+        return frozenset(names | {f"layers/sparse_attention/indexer/{name}" for name in of_indexer})
 
     @property
     def stateful(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from capibara.core.types import UserError
@@ -193,8 +194,8 @@ def _prepare(values: Values) -> Values:
     return result
 
 
-def _rope(values: Values) -> Rope:
-    """Of layers with entries those of `compress`; of the others those of `main`."""
+def _rope(values: Values, kinds: Collection[str]) -> Rope:
+    """Of layers with entries those of `compress`; of the others those of `main`, where there are any."""
     parameters, size = values.get("rope_parameters") or values.get("rope_scaling") or {}, values["head_dim"]
     fraction = values.get("partial_rotary_factor")
     if fraction is None:
@@ -202,28 +203,31 @@ def _rope(values: Values) -> Rope:
         fraction = _ROTATED if stated is None else stated / size
     main, compress = (parameters.get(name) for name in ("main", "compress"))
     if not (isinstance(main, dict) and isinstance(compress, dict)):
-        own = {key: value for key, value in parameters.items() if key not in ("main", "compress")}
+        scaling = {key: value for key, value in parameters.items() if key not in ("main", "compress")}
         main = {"rope_theta": values["rope_theta"], "partial_rotary_factor": fraction}
-        compress = own | {"rope_theta": values["compress_rope_theta"], "partial_rotary_factor": fraction}
-        if (own.get("rope_type") or own.get("type")) == "yarn":
+        compress = scaling | {"rope_theta": values["compress_rope_theta"], "partial_rotary_factor": fraction}
+        if (scaling.get("rope_type") or scaling.get("type")) == "yarn":
             compress.setdefault("attention_factor", 1.0)
     both = {"full_attention": compress, "sliding_attention": main}
     stated = {"rope_parameters": both, "rope_scaling": None, "rope_local_base_freq": values["rope_theta"]}
-    return Rope(**hf_rope.read({**values, **stated}, _ROTARY))
+    fields = hf_rope.read({**values, **stated}, _ROTARY)
+    if "local" not in kinds:
+        del fields["local_theta"], fields["local_fraction"]
+    return Rope(**fields)
 
 
 def _read(values: Values) -> dict[str, Any]:
     kinds = [_KINDS[kind] for kind in values["layer_types"]]
-    first = next(
-        n for n in range(len(kinds)) if len(shortest(kinds[n:])) <= max(1, (len(kinds) - n) // 2) or n == len(kinds) - 1
-    )
+    # The first layers are those before the longest part that repeats a pattern.
+    starts = (n for n in range(len(kinds)) if 2 * len(shortest(kinds[n:])) <= len(kinds) - n)
+    first, rates = next(starts, 0), values["compress_rates"]
     fields: dict[str, Any] = {"first_kinds": tuple(kinds[:first]), "layer_pattern": shortest(kinds[first:])}
-    fields |= {
-        ours: values["compress_rates"][kind] for ours, kind in _RATES.items() if kind in values["compress_rates"]
-    }
+    if missing := [kind for kind in _RATES.values() if kind in values["layer_types"] and rates.get(kind) is None]:
+        raise UserError(f"config.json has compress_rates without {missing[0]}, which layers have: copy the file again")
+    fields |= {ours: rates[kind] for ours, kind in _RATES.items() if rates.get(kind) is not None}
     sizes = {ours: values[theirs] for ours, theirs in _INDEXER.items()}
     return fields | {
-        "rope": _rope(values),
+        "rope": _rope(values, kinds),
         "window": values["sliding_window"],
         "indexer": Indexer(**sizes, pairs="adjacent"),
         "sinkhorn_steps": max(1, values["hc_sinkhorn_iters"]),
