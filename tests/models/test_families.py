@@ -37,6 +37,7 @@ PUBLISHED = {
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
+    "deepseek_v4_flash": 284_334_567_511,
     "gemma3n_e2b": 4_435_182_688,
     "gemma3n_e4b": 6_835_235_568,
     "qwen2_0.5b": 494_032_768,
@@ -79,6 +80,8 @@ OURS = {"capibara_125m": 125e6, "capibara_1b": 1e9, "capibara_8b": 8e9, "capibar
 
 
 def kind_of(name: str) -> type[api.DecoderConfig]:
+    if name.startswith("deepseek_v4"):
+        return api.DeepseekV4Config
     return api.Gemma3nConfig if name.startswith("gemma3n") else api.DecoderConfig
 
 
@@ -143,6 +146,15 @@ _GEMMA3N = dict(
     layer_pattern=("local",) * 4 + ("global",),
     activation_sparsity=(0.95,) * 10,
 )
+_DEEPSEEK_V4 = dict(
+    activation="limited_swiglu",
+    swiglu_limit=10.0,
+    norm_eps=1e-6,
+    head="separate",
+    kinds=("local", "local", "compressed_sparse") + ("compressed", "compressed_sparse") * 20,
+    window=128,
+    sinkhorn_steps=20,
+)
 FACTS = {  # file -> (fields, RoPE's base, its scaling)
     "gpt2_124m": (_GPT2, None, None),
     "gpt2_1558m": (_GPT2, None, None),
@@ -168,6 +180,7 @@ FACTS = {  # file -> (fields, RoPE's base, its scaling)
     "qwen2_7b": (_QWEN2 | dict(head="separate"), 1e6, "none"),
     "qwen3_0.6b": (_QWEN3 | dict(head="tied"), 1e6, "none"),
     "qwen3_30b_a3b": (_QWEN3 | dict(head="separate"), 1e6, "none"),
+    "deepseek_v4_flash": (_DEEPSEEK_V4, 1.6e5, "yarn"),
     "gpt_oss_20b": (_GPT_OSS, 1.5e5, "yarn"),
     "gpt_oss_120b": (_GPT_OSS, 1.5e5, "yarn"),
     "phi3_mini": (_LLAMA | dict(window=2047), 1e4, "none"),

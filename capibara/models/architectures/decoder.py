@@ -279,10 +279,9 @@ def _check_windows(config: DecoderConfig) -> None:
         raise UserError(
             f"DecoderConfig.window is {config.window}, must be at least 1 and below 2**31, or None: try 4096"
         )
-    windowed = any(kind.windowed for kind in config.layer_pattern)
-    if windowed and config.window is None:
+    if (is_local := any(kind.windowed for kind in config.layer_pattern)) and config.window is None:
         raise UserError("DecoderConfig.window has no value, local layers in layer_pattern need one: try 4096")
-    if config.window is not None and not windowed:
+    if config.window is not None and not is_local:
         raise UserError(
             f"DecoderConfig.window ({config.window}) is for local layers, layer_pattern has none: "
             'set DecoderConfig.layer_pattern = ("local",), or window = None'
@@ -404,10 +403,7 @@ class DecoderBase(Transforming, nnx.Module):
     ) -> dense.Cache:
         """An empty cache for rows of up to `length` tokens; see api.Model.start_cache."""
         config = self.config
-        windows = dict.fromkeys(LayerKind, None) | {
-            LayerKind.LOCAL: None if config.window is None else config.window + spare
-        }
-
+        windows = {kind: config.window + spare if config.window and kind.windowed else None for kind in LayerKind}
         exact = config.dtype.value if jnp.dtype(dtype) == jnp.int8 else dtype
 
         def empty(number: int, kind: LayerKind) -> dense.LayerCache:

@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 
 from capibara.core import tree
+from capibara.core.types import UserError
+from capibara.data.tokenizers.vocabulary import ByteVocabulary
+from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
-from capibara.models.api import DeepseekV4Config, Indexer, Moe, Rope
+from capibara.models.api import DecoderConfig, DeepseekV4Config, Indexer, Lora, Moe, Rope
 from capibara.models.architectures.deepseek_v4 import attention as entry_attention
+from capibara.models.architectures.deepseek_v4 import streams
+from capibara.sharding import Plan
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from mesh_gradients import random_params  # noqa: E402
+from mesh_gradients import on_mesh, random_params  # noqa: E402
 
 CONFIG = DeepseekV4Config(
     vocab_size=384,
