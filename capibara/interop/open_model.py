@@ -423,7 +423,8 @@ class NamedTensors:
 def stored_dtype(foreign: ForeignModel) -> str:
     """The dtype that holds every value of a model's tensors: float32, float16 or bfloat16."""
     names = wrappers.names(foreign.config)
-    result = {foreign.dtype(name) for name in foreign.shapes() if names.canonical(name) is not None}
+    floats = (name for name in foreign.shapes() if names.canonical(name) is not None and names.count_of(name) is None)
+    result = set(map(foreign.dtype, floats))
     return result.pop() if result in ({"bfloat16"}, {"float16"}) else "float32"
 
 

@@ -262,6 +262,6 @@ def test_adapters_of_recurrent_layers_are_refused(tmp_path):
     )
     model = api.build(config)
     with pytest.raises(
-        UserError, match="a model of recurrent layers, which PEFT's adapters cannot have here: merge them"
+        UserError, match="a model whose layers have states, which PEFT's adapters cannot have here: merge them"
     ):
         peft.write_peft(str(tmp_path / "adapter"), model.abstract_params, model, "mamba")

@@ -24,13 +24,16 @@ from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import (
     DecoderConfig,
+    DeepseekV4Config,
     EncoderConfig,
     EncoderDecoderConfig,
     GatedDelta,
     Gemma3nConfig,
+    Indexer,
     LatentAttention,
     Lora,
     Moe,
+    Rope,
     StreamingHeads,
 )
 from capibara.objectives.preference import Dpo
@@ -113,6 +116,32 @@ MODELS = {
         latent=LatentAttention(kv_rank=128, query_rank=128, rotary_dim=64, value_dim=64),
         moe=Moe(num_experts=4, top_k=2, expert_dim=256, first_dense=1, shared_experts=1),
     ),
+    "entries": DeepseekV4Config(
+        vocab_size=SIZES["vocab_size"],
+        embed_dim=SIZES["embed_dim"],
+        num_layers=3,
+        num_heads=8,
+        head_dim=64,
+        mlp_dim=256,
+        first_kinds=("local",),
+        layer_pattern=("compressed_sparse", "compressed"),
+        window=32,
+        rate=16,
+        indexer=Indexer(heads=4, head_dim=64, top=16, pairs="adjacent"),
+        query_rank=128,
+        out_groups=4,
+        out_rank=64,
+        rope=Rope(local_theta=1000.0, fraction=0.5, pairs="adjacent"),
+        moe=Moe(
+            num_experts=4,
+            top_k=2,
+            hash_layers=1,
+            shared_experts=1,
+            score="sqrt_softplus",
+            correction="expert",
+            scale=1.5,
+        ),
+    ),
     "gemma3n": GEMMA3N,
     "encoder-decoder": EncoderDecoderConfig(**SIZES),
     "encoder": EncoderConfig(**SIZES),
@@ -125,7 +154,7 @@ MODELS = {
 
 def compiles_on(name: str, sizes: dict[str, int]) -> bool:
     """Whether a model runs on such a mesh: Gemma 3n and gates have no stages, recurrent layers and gates no context axis."""
-    in_parts = "context" in sizes and (MODELS[name].mixer is not None or MODELS[name].streaming is not None)
+    in_parts = "context" in sizes and (MODELS[name].stateful or MODELS[name].streaming is not None)
     return not in_parts and ("stage" not in sizes or MODELS[name].runs_in_stages)
 
 

@@ -73,6 +73,8 @@ def cases():
                 yield slice_name, sizes, "gpt-oss", "pages" if meshes is SERVING else "rows"
                 if compiles_on("gemma3n", sizes):
                     yield slice_name, sizes, "gemma3n", "pages" if meshes is SERVING else "rows"
+                if compiles_on("entries", sizes):
+                    yield slice_name, sizes, "entries", "rows"
                 if meshes is SERVING:
                     yield from ((slice_name, sizes, "decoder", cache) for cache in BESIDE)
 

@@ -197,7 +197,7 @@ MUON = {"optimizer": Optimizer(name="muon", state_dtype="int8")}
 PRIVATE = {"privacy": Privacy(clip_norm=1.0, noise_multiplier=1.0)}
 PROGRAMS = {
     "train step": Program(
-        STEP, step, (*GENERAL, "gpt-oss", "latents", "recurrent", "gemma3n", *ADAPTED, "gemma3n QLoRA")
+        STEP, step, (*GENERAL, "gpt-oss", "latents", "recurrent", "entries", "gemma3n", *ADAPTED, "gemma3n QLoRA")
     ),
     "train step, Muon": Program(STEP, step, ("decoder", "experts"), MUON),
     "train step, DPO": Program(STEP, step, ("decoder", "experts", "decoder QLoRA"), DPO),
@@ -301,7 +301,7 @@ def test_a_program_of_a_run_compiles_for_the_slice(name, model, slice_name, size
 def offloaded():
     """Every kind of stack, and meshes with and without stages; one of either chip in the short suite."""
     for slice_name, sizes in (("v5e-4", dict(fsdp=4)), ("v6e-8", dict(fsdp=2, stage=2, tensor=2))):
-        for model in (*GENERAL, "latents", "recurrent", "gemma3n", "decoder QLoRA"):
+        for model in (*GENERAL, "latents", "recurrent", "entries", "gemma3n", "decoder QLoRA"):
             if compiles_on(model, sizes):
                 marks = () if model == "decoder" else pytest.mark.heavy
                 yield pytest.param(model, slice_name, sizes, id=f"{model}-{slice_name}", marks=marks)

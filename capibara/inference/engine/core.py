@@ -227,7 +227,7 @@ def _drafting(model: Model, params: Params, config: EngineConfig) -> tuple[Model
     """
     if config.draft_tokens and model.config.stateful:
         raise UserError(
-            f"EngineConfig.draft_tokens is {config.draft_tokens}, and the model has recurrent layers, whose states cannot "
+            f"EngineConfig.draft_tokens is {config.draft_tokens}, and the model's layers have states, which cannot "
             "forget wrong guesses: set EngineConfig.draft_tokens to 0"
         )
     if config.drafts is Drafts.LOOKUP:

@@ -268,9 +268,9 @@ def _check_widths(model: Model, folder: str) -> None:
             f"{folder} is for a model whose layers differ ({lacking}), which PEFT's adapters cannot have here: merge them, and "
             "write the whole model"
         )
-    if model.config.mixer is not None:  # its projections are fused along dimensions of several widths
+    if model.config.stateful:  # projections are fused along dimensions of several widths, or have other names in memory
         raise UserError(
-            f"{folder} is for a model of recurrent layers, which PEFT's adapters cannot have here: merge them, and write the "
+            f"{folder} is for a model whose layers have states, which PEFT's adapters cannot have here: merge them, and write the "
             "whole model"
         )
 

@@ -208,6 +208,8 @@ class Block(nnx.Module):
 
     attention: Attention | Latent
     attention_norm: layers.Norm
+    branch_norm: layers.Norm
+    mlp: MLP | MoeMLP | MixerLayer
     relative_bias: RelativeBias | None = None
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
@@ -269,15 +271,9 @@ class Block(nnx.Module):
         )
 
     def cached(
-        self,
-        x_BTD: jax.Array,
-        layer: dense.LayerCache,
-        now: dense.PrefillInputs,
-        rows: Rows,
-        shared: Shared,
-        kind: AttentionSpec,
-        layer_kind: LayerKind,
-    ) -> tuple[jax.Array, dense.LayerCache]:
+        self, x_BTD: jax.Array, layer: dense.LayerCache, now: dense.PrefillInputs,
+        rows: Rows, shared: Shared, kind: AttentionSpec, layer_kind: LayerKind,
+    ) -> tuple[jax.Array, dense.LayerCache]:  # fmt: skip
         """The layer's output for the new tokens, and its updated cache."""
         written: dense.LayerCache = {}
 
@@ -438,21 +434,19 @@ def mix_rows(mixer: MixerLayer, x_BTD: jax.Array, rows: Rows, shared: Shared) ->
     return layers.named(mixer(x_BTD, rows.segment_ids, shared.number), projections.OUT)
 
 
-def make_feed_forward(block: nnx.Module, config: TransformerConfig, rngs: nnx.Rngs) -> None:
+def make_feed_forward(block: Block, config: TransformerConfig, rngs: nnx.Rngs) -> None:
     """Makes a block's MLPs, experts or channel mixer."""
-    moe, first, mlp = config.moe, 0, None
-    if moe is not None:
-        mlp, first = MoeMLP(config, moe, rngs), min(moe.hash_layers, config.num_layers)
-        if first:
-            block.hash_mlp = MoeMLP(config, moe, rngs, hashed=True)
-    elif config.channel_mixer is not None:
-        mlp = config.channel_mixer.make(config, rngs)
-    elif not config.one_branch or LayerKind.FEED_FORWARD in config.kinds:
-        mlp = MLP(config, rngs)
-    if first < config.num_layers:
-        block.mlp = mlp
+    moe = config.moe
+    if config.channel_mixer is not None:
+        block.mlp = config.channel_mixer.make(config, rngs)
+    elif moe is not None and moe.hash_layers < config.num_layers:
+        block.mlp = MoeMLP(config, moe, rngs)
+    elif moe is None and (not config.one_branch or LayerKind.FEED_FORWARD in config.kinds):
+        block.mlp = MLP(config, rngs)
+    if moe is not None and moe.hash_layers:
+        setattr(block, "hash_mlp", MoeMLP(config, moe, rngs, hashed=True))  # noqa: B010
     if config.dense_layers:
-        block.first_mlp = MLP(config, rngs)
+        setattr(block, "first_mlp", MLP(config, rngs))  # noqa: B010
 
 
 def _attention(config: TransformerConfig, rngs: nnx.Rngs) -> Attention | Latent:

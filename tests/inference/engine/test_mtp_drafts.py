@@ -148,5 +148,5 @@ def test_drafts_of_recurrent_layers_are_refused():
     mixer = GatedDelta(key_heads=2, value_heads=2, key_dim=8, value_dim=8)
     options = dict(vocab_size=VOCABULARY.size, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, mtp=Mtp())
     model = api.build(DecoderConfig(layer_pattern=("recurrent", "global"), mixer=mixer, **options))
-    with pytest.raises(UserError, match="recurrent layers, whose states cannot forget wrong guesses"):
+    with pytest.raises(UserError, match="layers have states, which cannot forget wrong guesses"):
         Engine(model, model.init(jax.random.key(0)), VOCABULARY, 64, EngineConfig(drafts="mtp", draft_tokens=1))

@@ -24,7 +24,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 
 import answers  # noqa: E402
 import peer  # noqa: E402
-from family_cases import ANSWERING, CASES, IMPLEMENTATIONS, drawn  # noqa: E402
+from family_cases import ANSWERING, CASES, IMPLEMENTATIONS  # noqa: E402
 
 # What older files have in a module, if its name ends so.
 OLDER = {
@@ -44,7 +44,7 @@ def write(folder: pathlib.Path, name: str, more: Mapping[str, np.ndarray]) -> No
     recorded = json.loads((HERE / "recorded" / f"{name}.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(recorded["config"]))
-    tensors = {key: drawn(key, tuple(shape), recorded["config"]) for key, shape in recorded["tensors"].items()}
+    tensors = {key: answers.drawn(key, tuple(shape), recorded["config"]) for key, shape in recorded["tensors"].items()}
     safetensors.numpy.save_file(tensors | more, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-from typing import Any
-
-import answers
 import dense_families
 import encdec_families
 import encoder_families
 import expert_families
 import hybrid_families
-import numpy as np
 import older_families
 import wrapped_families
 
@@ -30,13 +25,3 @@ CONSTANTS |= {"roformer": ("embed_positions.weight",), "esm": ("inv_freq",)}
 CLASSES = {"mistral4": "Mistral4ForCausalLM"} | wrapped_families.CLASSES
 # Types whose tensors transformers writes with names that published files do not have.
 RENAMED = {"esm"}
-# Ends of the names of tensors of whole numbers -> the key of config.json with how many there are.
-NUMBERS = {"tid2eid": "n_routed_experts"}
-
-
-def drawn(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> np.ndarray:
-    """A tensor's value, seeded by its name."""
-    key = next((key for end, key in NUMBERS.items() if name.endswith(end)), None)
-    if key is None:
-        return answers.draw(name, shape)
-    return np.random.default_rng(zlib.crc32(name.encode())).integers(0, config[key], shape)

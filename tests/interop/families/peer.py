@@ -27,7 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 import answers  # noqa: E402
 import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
-from family_cases import ANSWERING, CASES, CLASSES, CONSTANTS, IMPLEMENTATIONS, UNTRAINED, drawn  # noqa: E402
+from family_cases import ANSWERING, CASES, CLASSES, CONSTANTS, IMPLEMENTATIONS, UNTRAINED  # noqa: E402
 
 START, NEW_TOKENS, STEPS = 8, 32, 5
 
@@ -93,7 +93,7 @@ def write(case: dict, where: pathlib.Path) -> None:
     path = where / "theirs" / "model.safetensors"
     stored = safetensors.numpy.load_file(path)
     constants = CONSTANTS.get(config.model_type, ())
-    values = {name: drawn(name, x.shape, case) for name, x in stored.items() if not name.endswith(constants)}
+    values = {name: answers.drawn(name, x.shape, case) for name, x in stored.items() if not name.endswith(constants)}
     safetensors.numpy.save_file(values, path, metadata={"format": "pt"})
 
 

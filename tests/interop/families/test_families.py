@@ -40,7 +40,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "models" / "golden")]
 import answers  # noqa: E402
 import encdec_families  # noqa: E402
 import encoder_families  # noqa: E402
-from family_cases import CASES, RENAMED, drawn  # noqa: E402
+from family_cases import CASES, RENAMED  # noqa: E402
 
 PYTHON = os.environ.get("TORCH_PYTHON")
 NAMES = os.environ.get("NAMES", " ".join(CASES)).split()
@@ -221,7 +221,9 @@ def write_drawn(folder, recorded):
     """A folder with the weights that the peer program draws, without torch."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(recorded["config"]))
-    tensors = {name: drawn(name, tuple(shape), recorded["config"]) for name, shape in recorded["tensors"].items()}
+    tensors = {
+        name: answers.drawn(name, tuple(shape), recorded["config"]) for name, shape in recorded["tensors"].items()
+    }
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
 
 

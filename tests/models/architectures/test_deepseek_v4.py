@@ -162,7 +162,7 @@ def test_what_cannot_forget_tokens_is_refused():
     model = api.build(CONFIG)
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.abstract_params)
     for options, message in (
-        (dict(draft_tokens=3), "EngineConfig.draft_tokens is 3, and the model has recurrent layers"),
+        (dict(draft_tokens=3), "EngineConfig.draft_tokens is 3, and the model's layers have states"),
         (dict(page_size=16), "EngineConfig.page_size is 16, but no layer of the model keeps keys and values"),
     ):
         with pytest.raises(UserError) as error:

@@ -30,3 +30,15 @@ def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
     values = 0.25 * np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape)
     is_scale = name.endswith("weight") and ("norm" in name or ".ln_" in name) or name.endswith("layer_scalar")
     return np.asarray(values + is_scale, np.float32)
+
+
+# Ends of the names of tensors of whole numbers -> the key of config.json with how many there are.
+NUMBERS = {"tid2eid": "n_routed_experts"}
+
+
+def drawn(name: str, shape: tuple[int, ...], config: dict[str, Any]) -> np.ndarray:
+    """A tensor's value by its name, also of whole numbers."""
+    key = next((key for end, key in NUMBERS.items() if name.endswith(end)), None)
+    if key is None:
+        return draw(name, shape)
+    return np.random.default_rng(zlib.crc32(name.encode())).integers(0, config[key], shape)

@@ -215,7 +215,7 @@ def test_a_prefix_is_reused_where_its_state_ends(name):
 
 
 def test_guesses_cannot_be_taken_back():
-    with pytest.raises(UserError, match="EngineConfig.draft_tokens is 3, and the model has recurrent layers"):
+    with pytest.raises(UserError, match="EngineConfig.draft_tokens is 3, and the model's layers have states"):
         engine("delta", draft_tokens=3)
 
 

@@ -125,7 +125,7 @@ class EntryAttention(nnx.Module):
                 index_keys = by.entries(by.inputs(x_BTD), windows)
             computed = self.compressor.entries(self.compressor.inputs(x_BTD), windows)
             entries = Entries(computed, documents, ends_of_rows(windows), index_keys)
-        before = jnp.zeros((B, self.config.window - 1, keys.shape[-1]), keys.dtype)
+        before = jnp.zeros((B, self.config.width - 1, keys.shape[-1]), keys.dtype)
         outside = jnp.full(before.shape[:2], -1, segment_ids_BT.dtype)
         documents = jnp.concatenate([outside, segment_ids_BT], axis=1)
         y = self._attend(queries, jnp.concatenate([before, keys], axis=1), documents, entries)
@@ -133,7 +133,7 @@ class EntryAttention(nnx.Module):
 
     def empty_state(self, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         """The state of rows of up to `length` tokens that have read nothing."""
-        state = {_WINDOW: jnp.zeros((batch, self.config.window - 1, self.config.head_size), dtype)}
+        state = {_WINDOW: jnp.zeros((batch, self.config.width - 1, self.config.head_size), dtype)}
         if self.kind.compresses:
             state |= self.compressor.empty_state(_ENTRY, batch, length, dtype)
         if self.kind is LayerKind.COMPRESSED_SPARSE:
@@ -187,7 +187,7 @@ class EntryAttention(nnx.Module):
           k_BSH, documents_BS: keys of these and of the window - 1 tokens before them.
           entries: None: there are none.
         """
-        T, before = queries.places.shape[1], self.config.window - 1
+        T, before = queries.places.shape[1], self.config.width - 1
         size = max(_LEAST_BLOCK, before)
         if T <= size:
             return self._attend_block(queries, k_BSH, documents_BS, entries)
@@ -213,7 +213,7 @@ class EntryAttention(nnx.Module):
     def _attend_block(
         self, queries: Queries, k_BSH: jax.Array, documents_BS: jax.Array, entries: Entries | None
     ) -> jax.Array:
-        q, (Q, S), window = queries.heads, (queries.heads.shape[1], k_BSH.shape[1]), self.config.window
+        q, (Q, S), window = queries.heads, (queries.heads.shape[1], k_BSH.shape[1]), self.config.width
         back_QS = jnp.arange(Q)[:, None] + window - 1 - jnp.arange(S)
         sees_BQS = (queries.documents[:, :, None] == documents_BS[:, None]) & (back_QS >= 0) & (back_QS < window)
         parts = [self._scores(q, k_BSH, sees_BQS)]

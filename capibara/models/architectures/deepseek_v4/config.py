@@ -10,6 +10,7 @@ from capibara.config import configurable
 from capibara.core.types import UserError
 from capibara.models.architectures.decoder import DecoderConfig
 from capibara.models.layers.layers import Activation
+from capibara.models.parts.config import Positions
 from capibara.models.parts.kinds import LayerKind
 from capibara.models.parts.latent_sizes import Indexer
 
@@ -87,6 +88,12 @@ class DeepseekV4Config(DecoderConfig):
         names = {LayerKind.COMPRESSED: "compressed_attention", LayerKind.COMPRESSED_SPARSE: "sparse_attention"}
         return names.get(kind, "attention")
 
+    @property
+    def width(self) -> int:
+        """Tokens that a query sees, itself included."""
+        assert self.window is not None, "all layers have it"
+        return self.window
+
     def rate_of(self, kind: LayerKind) -> int:
         """Tokens between two entries of a layer of this kind."""
         return self.sparse_rate if kind is LayerKind.COMPRESSED_SPARSE else self.rate
@@ -148,10 +155,10 @@ class DeepseekV4Config(DecoderConfig):
             if field.name not in _SUPPORTED and getattr(self, field.name) != field.default:
                 value = str(getattr(self, field.name))
                 raise UserError(f"DeepseekV4Config.{field.name} ({value}) is of other decoders: leave it out")
-        only = {"num_kv_heads": (self.num_kv_heads, (None, 1)), "positions": (self.positions, ("rope",))}
-        for name, (value, allowed) in only.items():
-            if value not in allowed:
-                raise UserError(f"DeepseekV4Config.{name} is {value}, must be {allowed[-1]!r}: leave it out")
+        if self.num_kv_heads not in (None, 1):
+            raise UserError(f"DeepseekV4Config.num_kv_heads is {self.num_kv_heads}, must be 1: leave it out")
+        if self.positions is not Positions.ROPE:
+            raise UserError(f"DeepseekV4Config.positions is {str(self.positions)!r}, must be 'rope': leave it out")
         rotated, size = self.rope.rotated_dims(self.head_size), self.indexer.head_dim
         if LayerKind.COMPRESSED_SPARSE in self.kinds and (size < rotated or self.indexer.pairs != self.rope.pairs):
             raise UserError(

@@ -22,6 +22,7 @@ from capibara.interop.hf.layout.rows import (
     rows,
     with_attention_of,
 )
+from capibara.kernels.rotary import Pairs
 from capibara.models.api import DeepseekV4Config, Indexer, Rope, TransformerConfig
 
 _KINDS = {
@@ -229,7 +230,7 @@ def _read(values: Values) -> dict[str, Any]:
     return fields | {
         "rope": _rope(values, kinds),
         "window": values["sliding_window"],
-        "indexer": Indexer(**sizes, pairs="adjacent"),
+        "indexer": Indexer(**sizes, pairs=Pairs.ADJACENT),
         "sinkhorn_steps": max(1, values["hc_sinkhorn_iters"]),
     }
 
