@@ -89,6 +89,8 @@ def parse(files: list[str]) -> None:
     given = dict(GIVEN)
     if any("gemma3n" in file for file in files):
         given["Trainer.model"] = "@Gemma3nConfig()"  # as the files say
+    if any("deepseek_v4" in file for file in files):
+        given["Trainer.model"] = "@DeepseekV4Config()"
     if "runs/distill.gin" in files:
         given["Distillation.stored"] = "'teacher'"  # or a TEACHER, which the verbs read
     if files == ["finetune_smollm2.gin"]:

@@ -261,8 +261,7 @@ class TransformerConfig(Layers):
       num_kv_heads, head_dim: key/value heads, size of a head; None: as many as query heads, embed_dim / num_heads.
       norm, norm_eps, norm_scale, norm_placement: kind, epsilon, scale parameter and placement of normalisation.
       activation, bias, residual: variants of the blocks.
-      swiglu_alpha, swiglu_limit: parameters of the activations "clamped_swiglu" and, the limit, "limited_swiglu"
-        (layers.ClampedSwiglu).
+      swiglu_alpha, swiglu_limit: of the activations "clamped_swiglu" and, the limit alone, "limited_swiglu" (ClampedSwiglu).
       qk_norm: normalisation of queries and keys.
       attention_sinks: a learned logit per head in the softmax's denominator, or none.
       attention_scale: factor of q k^T; None: head_dim**-0.5.
@@ -384,11 +383,9 @@ class TransformerConfig(Layers):
     @property
     def gating(self) -> Gating:
         """The activation, with its parameters if it has any."""
-        if self.activation is Activation.CLAMPED_SWIGLU:
-            return ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
-        if self.activation is Activation.LIMITED_SWIGLU:
-            return ClampedSwiglu(1.0, self.swiglu_limit, 0.0)
-        return self.activation
+        clamped: dict[Activation, Gating] = {Activation.LIMITED_SWIGLU: ClampedSwiglu(1.0, self.swiglu_limit, 0.0)}
+        clamped[Activation.CLAMPED_SWIGLU] = ClampedSwiglu(self.swiglu_alpha, self.swiglu_limit)
+        return clamped.get(self.activation, self.activation)
 
     @property
     def embedded_dim(self) -> int:

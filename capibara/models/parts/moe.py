@@ -91,7 +91,6 @@ class MoeMLP(nnx.Module):
             self.shared_down = layers.projection(rngs, projections.SHARED_DOWN, (shared, D), branches)
         if moe.shared_gate is SharedGate.SIGMOID:
             self.shared_switch = layers.param(rngs, (D, 1), ("router", "router"), layers.fan_in(0))
-        self.hashed = hashed
         if hashed:
             shape = (config.vocab_size, moe.top_k)
             self.expert_table = layers.param(rngs, shape, ("vocab", "router"), _evenly(E))
@@ -168,7 +167,7 @@ class MoeMLP(nnx.Module):
 
     def _of_table(self, tokens_BT: jax.Array | None) -> jax.Array | None:
         """The tokens' experts [B, T, k] by their ids; None: no table chooses."""
-        if not self.hashed:
+        if not hasattr(self, "expert_table"):
             return None
         assert tokens_BT is not None, "the decoder gives them"
         table_Vk = jax.lax.stop_gradient(self.expert_table[...])

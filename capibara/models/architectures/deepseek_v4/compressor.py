@@ -109,14 +109,16 @@ class Compressor(nnx.Module):
         C, W, rate = self.size, self.taps, self.rate
         index_BJW = windows.ends[..., None] + jnp.arange(1 - W, 1, dtype=jnp.int32)
         taken = jax.vmap(lambda row, index: row[index])(inputs_BS2x, jnp.maximum(index_BJW, 0))
-        given, logits = taken[:, :, :, 0], taken[:, :, :, 1].astype(jnp.float32)
+        values, logits = taken[:, :, :, 0], taken[:, :, :, 1].astype(jnp.float32)
         logits = logits + jnp.tile(self.position_bias[...], (self.series, 1))
         if self.series == 2:  # of the window before the first series, of the window itself the second
-            given, logits = (jnp.concatenate([x[:, :, :rate, :C], x[:, :, rate:, C:]], axis=2) for x in (given, logits))
+            values, logits = (
+                jnp.concatenate([x[:, :, :rate, :C], x[:, :, rate:, C:]], axis=2) for x in (values, logits)
+            )
         is_before = (windows.starts == 0)[..., None] & (jnp.arange(W) < W - rate)
         shares = jax.nn.softmax(jnp.where(is_before[..., None], -jnp.inf, logits), axis=2)
         # What is before the document may be anything that is finite.
-        entries = self.norm(jnp.sum(given * shares.astype(given.dtype), axis=2))
+        entries = self.norm(jnp.sum(values * shares.astype(values.dtype), axis=2))
         angles = rope.angles(windows.starts, self.config.rope, self.config.head_size)
         return turned(entries[:, :, None], angles, self.config.rotary_pairs)[:, :, 0]
 
