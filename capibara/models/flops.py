@@ -108,4 +108,5 @@ def _keys(config: TransformerConfig, length: int, encoder_length: int) -> tuple[
     usual = config.num_heads * (config.head_size + config.value_size)
     of_layers = zip(config.windows, config.attended_sizes, strict=True)
     ahead = sum(map(causal, config.mtp_windows))
+    ahead += config.further_keys(length)
     return ahead + sum(causal(window) * size / usual for window, size in of_layers), 0

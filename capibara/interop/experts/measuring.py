@@ -27,6 +27,10 @@ def check(config: TransformerConfig, model: str) -> None:
             f"{model} has Moe.routing = {str(config.moe.routing)!r}, must be 'token_choice': statistics are those of tokens that "
             "choose experts"
         )
+    if config.moe.hash_layers:
+        raise UserError(
+            f"{model} has Moe.hash_layers = {config.moe.hash_layers}, must be 0: statistics are those of tokens that choose experts"
+        )
 
 
 def make_sums(model: Model, plan: Plan, mesh: Mesh, domains: int) -> Callable[[Params, Batch], Stats]:

@@ -110,6 +110,11 @@ def mixture(config: TransformerConfig, name: str) -> Moe:
         raise UserError(
             f"{name} is for tokens that choose experts, Moe.routing is {str(config.moe.routing)!r}: leave it as it is"
         )
+    if config.moe.hash_layers:
+        raise UserError(
+            f"{name} is for tokens that choose experts, Moe.hash_layers is {config.moe.hash_layers} and tables have their numbers: "
+            "leave it as it is"
+        )
     return config.moe
 
 

@@ -506,6 +506,10 @@ def _check_variants(config: TransformerConfig) -> None:
             f"{class_name}.num_layers ({config.num_layers}) layers experts: try "
             f"{max(0, config.num_layers - len(config.moe.pattern))} first ones, or leave {class_name}.moe out"
         )
+    if config.moe is not None and config.moe.hash_layers and not config.has_entries:
+        raise UserError(
+            f"Moe.hash_layers ({config.moe.hash_layers}) is for DeepseekV4Config, not for {class_name}: leave it out"
+        )
     _check_multipliers(config)
     if config.activation is Activation.XIELU and config.moe is not None:
         raise UserError(f"{class_name}.activation ('xielu') has parameters, experts have none for it: try 'silu'")

@@ -16,6 +16,7 @@ from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
+from capibara.interop.experts import measuring, operation
 from capibara.models import api
 from capibara.models.api import DecoderConfig, DeepseekV4Config, Indexer, Lora, Moe, Rope
 from capibara.models.architectures.deepseek_v4 import attention as entry_attention
@@ -263,17 +264,27 @@ def test_a_smaller_copy_has_tables_and_layers_of_each_kind():
         (dict(qk_norm="head"), "DeepseekV4Config.qk_norm (head) is of other decoders: leave it out"),
         (dict(indexer=Indexer(head_dim=4, pairs="adjacent")), "Indexer.head_dim (4) and pairs ('adjacent') must be at least the 8"),
         (dict(indexer=Indexer()), "pairs ('halves') must be at least the 8 dimensions"),
-        (dict(rope=Rope(scaling="dynamic", factor=2.0, original_length=8, pairs="adjacent")), "Rope.scaling is 'dynamic'"),
+        (dict(rope=Rope(scaling="dynamic", factor=2.0, original_length=8, pairs="adjacent", fraction=0.5)), "Rope.scaling is 'dynamic'"),
         (dict(window=None), "DecoderConfig.window has no value"),
-        (dict(moe=Moe(num_experts=300, hash_layers=1)), "Moe.num_experts (300) must be at most 256 with hash_layers (1)"),
-        (dict(moe=Moe(num_experts=4, hash_layers=1, first_dense=1)), "Moe.hash_layers (1) is not supported where first_dense is"),
+        (dict(moe=dict(num_experts=300, hash_layers=1)), "Moe.num_experts (300) must be at most 256 with hash_layers (1)"),
+        (dict(moe=dict(num_experts=4, hash_layers=1, first_dense=1)), "Moe.hash_layers (1) is not supported where first_dense is"),
         (dict(swiglu_alpha=2.0), "swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu'"),
     ],
 )  # fmt: skip
 def test_what_it_does_not_have_is_refused_by_name(fields, message):
     with pytest.raises(UserError) as error:
-        dataclasses.replace(CONFIG, **fields)
+        dataclasses.replace(CONFIG, **fields | ({"moe": Moe(**fields["moe"])} if "moe" in fields else {}))
     assert message in str(error.value)
+
+
+def test_tables_are_no_others():
+    with pytest.raises(UserError, match=r"Moe.hash_layers \(1\) is for DeepseekV4Config, not for DecoderConfig"):
+        DecoderConfig(
+            vocab_size=8, embed_dim=8, num_layers=1, num_heads=1, mlp_dim=8, moe=Moe(num_experts=2, hash_layers=1)
+        )
+    for check in (lambda: operation.mixture(CONFIG, "prune"), lambda: measuring.check(CONFIG, "runs/v4")):
+        with pytest.raises(UserError, match="Moe.hash_layers"):
+            check()
 
 
 def test_other_decoders_have_no_entries():

@@ -141,7 +141,9 @@ class Compressor(nnx.Module):
         rows = jnp.arange(len(entries), dtype=jnp.int32)[:, None]
         entries = entries.at[rows, number].set(computed.astype(entries.dtype), mode="drop")
         state = {f"{STATE}_{name}_inputs": convolution.last_inputs(new, inputs, now.counts)}
-        return entries, state | {f"{STATE}_{name}_entries": entries}
+        state |= {f"{STATE}_{name}_entries": entries}
+        most = max(1, x_BTD.shape[1] // self.rate) if now.is_prefill else None  # others are not there yet
+        return entries[:, :most], state
 
 
 def ends_of_cache(entries_BJC: jax.Array, lengths_B: jax.Array, rate: int) -> jax.Array:
