@@ -15,7 +15,7 @@ USED = {
     "sig", "should_exit", "main_loop", "on_broken_pipe", "globals", "maxstring", "__signature__", "__qualname__",
     "pre_tokenizer", "normalizer", "post_processor", "niter", "min_points_per_centroid", "is_trained", "tree_flatten", "q_sequence", "ignore_aliases",
     # by name: getattr, fields of tuples in their order, logical axes of Rules
-    "_saving", "critic", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
+    "_saving", "attention_streams", "mlp_streams", "critic", "their_log_probabilities", "cross_attention_norm", "cross_attention_post_norm", "attention_norm", "mlp_norm",
     "attention_post_norm", "mlp_post_norm", "Vertex", "shared_down", "input_gate", "projection", "query_down", "query_up", "kv_down", "key_rotary", "head_gate", "act_embed", "act_mlp", "act_vocab",
     "queue_depth", "slots_busy", "pages_busy", "encoder_segment_ids",
     # parameters of methods that a protocol declares

@@ -212,6 +212,11 @@ def _rope(values: Values, kinds: Collection[str]) -> Rope:
     both = {"full_attention": compress, "sliding_attention": main}
     stated = {"rope_parameters": both, "rope_scaling": None, "rope_local_base_freq": values["rope_theta"]}
     fields = hf_rope.read({**values, **stated}, _ROTARY)
+    if fields["scaling"] in ("dynamic", "longrope"):
+        raise UserError(
+            f"config.json has rope_type {fields['scaling']!r} in rope_parameters (rope_scaling), must not depend on a row's length: "
+            "take another model"
+        )
     if "local" not in kinds:
         del fields["local_theta"], fields["local_fraction"]
     return Rope(**fields)
