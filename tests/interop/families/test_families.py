@@ -109,6 +109,7 @@ def check_tensors(name, where):
         theirs, ours = (loaded(where / of)[1] for of in ("theirs", "ours"))
     else:
         theirs, ours = (safetensors.numpy.load_file(where / of / "model.safetensors") for of in ("theirs", "ours"))
+        assert {name: x.dtype for name, x in theirs.items()} == {name: x.dtype for name, x in ours.items()}
     assert theirs.keys() == ours.keys()
     jax.tree.map(np.testing.assert_array_equal, theirs, ours)
 
