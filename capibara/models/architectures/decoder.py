@@ -276,9 +276,7 @@ def _check_windows(config: DecoderConfig) -> None:
             f"DecoderConfig.layer_pattern has {str(strange[0])!r}, which DeepseekV4Config has alone: write 'local'"
         )
     if config.window is not None and not 1 <= config.window < 2**31:
-        raise UserError(
-            f"DecoderConfig.window is {config.window}, must be at least 1 and below 2**31, or None: try 4096"
-        )
+        raise UserError(f"DecoderConfig.window is {config.window}, must be from 1 to below 2**31, or None: try 4096")
     if (is_local := any(kind.windowed for kind in config.layer_pattern)) and config.window is None:
         raise UserError("DecoderConfig.window has no value, local layers in layer_pattern need one: try 4096")
     if config.window is not None and not is_local:

@@ -143,8 +143,7 @@ class MoeMLP(nnx.Module):
         logits = constrain(logits, ("batch", "act_time", None))
         real_BT = segment_ids_BT > 0
         hint = router.hint_of(moe, domains_BT, step)
-        correction = self.correction[...] if hasattr(self, "correction") else None
-        choice, stats = router.choose(logits, real_BT, moe, hint, correction, remix, self._of_table(tokens_BT))
+        choice, stats = router.choose(logits, real_BT, moe, hint, self._correction, remix, _of_table(self, tokens_BT))
         if moe.hints is not None and domains_BT is not None:
             stats["domain_load"] = router.domain_load(logits, real_BT, domains_BT, moe.hints)
         positions_BTk = None
@@ -165,13 +164,9 @@ class MoeMLP(nnx.Module):
             y = self.output_norm(y)
         return constrain(y, ("batch", "act_time", "act_embed")), stats
 
-    def _of_table(self, tokens_BT: jax.Array | None) -> jax.Array | None:
-        """The tokens' experts [B, T, k] by their ids; None: no table chooses."""
-        if not hasattr(self, "expert_table"):
-            return None
-        assert tokens_BT is not None, "the decoder gives them"
-        table_Vk = jax.lax.stop_gradient(self.expert_table[...])
-        return jnp.take(table_Vk, tokens_BT, axis=0).astype(jnp.int32)
+    @property
+    def _correction(self) -> jax.Array | None:
+        return self.correction[...] if hasattr(self, "correction") else None
 
     def router_inputs(self, x_BTD: jax.Array) -> jax.Array:
         """What the router reads, [B, T, D] in float32."""
@@ -265,6 +260,14 @@ class MoeMLP(nnx.Module):
             y_ND = dispatch.dropless(x_ND, experts, gates, weights, activation, axes, tokens_N1)
             y = jnp.sum(y_ND.reshape(*x_BTD.shape[:2], -1, x_BTD.shape[2]), axis=2)
         return sharding.psum(y, axes.partial) if axes.partial else y
+
+
+def _of_table(mlp: MoeMLP, tokens_BT: jax.Array | None) -> jax.Array | None:
+    """The tokens' experts [B, T, k] by their ids; None: no table chooses."""
+    if not hasattr(mlp, "expert_table"):
+        return None
+    assert tokens_BT is not None, "the decoder gives them"
+    return jax.lax.stop_gradient(mlp.expert_table[...])[tokens_BT].astype(jnp.int32)
 
 
 def _evenly(num_experts: int) -> layers.Initializer:
