@@ -143,7 +143,7 @@ def test_blocks_of_queries_give_what_one_block_gives(monkeypatch):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "options", [dict(), dict(prefix_cache_mib=8), dict(dtype="int8")], ids=["plain", "prefix", "int8"]
+    "options", [dict(), dict(prefix_cache_mib=8), dict(cache_dtype="int8")], ids=["plain", "prefix", "int8"]
 )
 def test_the_engine_continues_as_the_whole_row_does(options):
     model = api.build(CONFIG)
