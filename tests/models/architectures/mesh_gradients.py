@@ -10,7 +10,7 @@ from capibara import sharding
 
 def random_params(model, seed=0):
     """All parameters random: zero biases and unit scales would hide mistakes."""
-    keys = iter(jax.random.split(jax.random.key(seed), 100))
+    keys = iter(jax.random.split(jax.random.key(seed), max(100, len(jax.tree.leaves(model.abstract_params)))))
     return jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) * 0.3, model.abstract_params)
 
 
