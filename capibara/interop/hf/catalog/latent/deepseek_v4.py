@@ -197,7 +197,7 @@ def _prepare(values: Values) -> Values:
 
 def _rope(values: Values, kinds: Collection[str]) -> Rope:
     """Of layers with entries those of `compress`; of the others those of `main`, where there are any."""
-    parameters, size = values.get("rope_parameters") or values.get("rope_scaling") or {}, values["head_dim"]
+    parameters, size = values.get("rope_scaling") or values.get("rope_parameters") or {}, values["head_dim"]
     fraction = values.get("partial_rotary_factor")
     if fraction is None:
         stated = values.get("qk_rope_head_dim")
