@@ -7,7 +7,7 @@ import pytest
 from capibara import config
 from capibara.core.types import UserError
 from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import keys
+from capibara.interop.hf import keys, wrappers
 from capibara.models.api import DecoderConfig, EncoderConfig, EncoderDecoderConfig, Gemma3nConfig, Moe, Rope
 
 
@@ -329,3 +329,12 @@ def test_a_key_that_no_family_reads_is_told_whatever_its_value(value):
     ]
     for neutral in (None, False, 0, 1, "", [], {}):
         assert not list(keys.notes(values | {"of_a_fork": neutral}, ()))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("kinds", [None, []], ids=["default", "none"])
+def test_a_model_without_layers_is_refused(name, kinds):
+    values = wrappers.text_part(PUBLISHED[name])
+    counts = {key: 0 for key in ("num_hidden_layers", "n_layer", "num_layers") if key in values}
+    with pytest.raises(UserError, match="layers"):
+        hf_config.from_hf(values | counts | ({"layer_types": kinds} if "layer_types" in values else {}))

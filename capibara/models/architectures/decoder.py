@@ -156,7 +156,7 @@ class DecoderConfig(Transformed, HeadsByKind, Patterned, Predicted):
         )
 
     def __post_init__(self) -> None:
-        if not self.layer_pattern:
+        if not self.layer_pattern and self.num_layers > 0:
             raise UserError('DecoderConfig.layer_pattern is empty: try ("global",)')
         super().__post_init__()
         _check_relative(self)

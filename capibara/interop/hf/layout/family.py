@@ -198,7 +198,8 @@ def first_of(count: int) -> Callable[[Values], Values]:
 def shortest(kinds: Sequence[str]) -> tuple[str, ...]:
     """The shortest pattern that the layers' kinds repeat."""
     count = len(kinds)
-    size = next(n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+    sizes = (n for n in range(1, count + 1) if all(kinds[i] == kinds[i % n] for i in range(count)))
+    size = next(sizes, 0)  # a model without layers is refused by its number of them
     return tuple(kinds[:size])
 
 
