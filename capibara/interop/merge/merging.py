@@ -17,7 +17,7 @@ from capibara.core.types import UserError
 from capibara.interop import conversion
 from capibara.interop.conversion import ModelReader, OurModel, Show
 from capibara.interop.hf import config as hf_config
-from capibara.interop.hf import model_card
+from capibara.interop.hf import model_card, tables
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.merge import assembly, inputs
 from capibara.interop.merge.assembly import Part
@@ -83,7 +83,7 @@ class MergedModel:
         """A merged tensor, float32.
 
         Raises:
-          UserError: a model has values that are not finite, or the method finds no result.
+          UserError: a model has values that are not finite, the method finds no result, or tables of whole numbers differ.
         """
         self._done.add(name)
         self._show("merging", f"tensor {len(self._done)} of {len(self._shapes)}, {name}")
@@ -92,6 +92,8 @@ class MergedModel:
             return self._method.router(self._shapes[name], draw_of(self._seed, name))
         models = self._models if part.model is None else [self._models[part.model]]
         tensors, base = _Lazy(models, part.name), None
+        if tables.numbers(self.config["model_type"], [name]):
+            return _same(name, tensors)
         if part.model is not None:
             merged = self._method.alone(tensors[0])
         else:
@@ -103,6 +105,16 @@ class MergedModel:
         if not np.isfinite(merged).all():  # the models' own values are: open_model has looked at them
             raise UserError(f"{part.name} of the result has values that are not finite: try smaller weights")
         return merged
+
+
+def _same(name: str, tensors: Sequence[np.ndarray]) -> np.ndarray:
+    """A table of whole numbers, which has no sum that means anything."""
+    first = tensors[0]
+    if not all(np.array_equal(first, tensor) for tensor in tensors):
+        raise UserError(
+            f"{name} has whole numbers that differ between the models, must be the same in all: merge models of one origin"
+        )
+    return first
 
 
 class _Lazy(Sequence[np.ndarray]):
