@@ -299,7 +299,7 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
       foreign: a model of the same configuration.
       model: ours: api.build(hf_config.from_hf(foreign.config)).
       shardings: the sharding of each parameter, in the structure of model.abstract_params.
-      dtype: of the parameters; None: float32, as training wants them.
+      dtype: of the parameters, but for tables of whole numbers; None: float32, as training wants them.
 
     Raises:
       UserError: tensors are missing, unexpected, or have other shapes.
@@ -314,7 +314,8 @@ def load_params(foreign: ForeignModel, model: Model, shardings: PyTree, *, dtype
     for row in rows:
         if row.ours[0] in params:
             continue  # a copy
-        params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(dtype or np.float32))
+        kind = np.float32 if row.ours[0] in model.config.tables else dtype or np.float32
+        params |= _assembled(row, foreign, stored, shapes, targets, np.dtype(kind))
     return tree.map_with_names(lambda path, _: params[path], model.abstract_params)
 
 

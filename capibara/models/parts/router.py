@@ -20,7 +20,6 @@ from capibara.core.types import UserError
 Stats = dict[str, jax.Array]
 _NEVER = -1e30  # log probability of an excluded choice; finite, so that differences are numbers
 _LEAST = -20.0  # below it, the logarithm of softplus is the logit in float32
-_MOST_HASHED = 256  # bfloat16, in which parameters may be loaded, has all whole numbers up to it
 
 
 class Dispatch(enum.StrEnum):
@@ -349,11 +348,6 @@ class Moe:
             raise UserError("Moe.combination is for shared experts, shared_experts is 0: leave it out")
 
     def _check_table(self) -> None:
-        if self.num_experts > _MOST_HASHED:
-            raise UserError(
-                f"Moe.num_experts ({self.num_experts}) must be at most {_MOST_HASHED} with hash_layers ({self.hash_layers}): the "
-                "table's numbers must be exact in bfloat16"
-            )
         unsupported = {
             "first_dense is above 0": self.first_dense > 0,
             "pattern has 'dense'": MlpKind.DENSE in self.pattern,

@@ -57,12 +57,16 @@ class DeepseekV4Config(DecoderConfig):
     stream_eps: float = 1e-6
 
     @property
+    def tables(self) -> frozenset[str]:
+        has_tables = self.moe is not None and self.moe.hash_layers > 0
+        return frozenset({"layers/hash_mlp/expert_table"} if has_tables else ())
+
+    @property
     def untrained(self) -> frozenset[str]:
-        names = {"layers/hash_mlp/expert_table"} if self.moe is not None and self.moe.hash_layers else set()
         if LayerKind.COMPRESSED_SPARSE not in self.kinds:
-            return frozenset(names)
+            return self.tables
         of_indexer = ("index_query", "index_weight", *(f"compressor/{name}" for name in _OF_COMPRESSOR))
-        return frozenset(names | {f"layers/sparse_attention/indexer/{name}" for name in of_indexer})
+        return self.tables | {f"layers/sparse_attention/indexer/{name}" for name in of_indexer}
 
     @property
     def stateful(self) -> bool:
