@@ -259,6 +259,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
         moe = fields["moe"] = {name: getattr(config.moe, name) for name in _MOE_FIELDS}
         moe["expert_dim"] = config.moe.expert_dim or config.mlp_dim
         moe["dense_layers"] = config.dense_layers
+        moe["hash_layers"] = min(config.moe.hash_layers, config.num_layers)
         if not config.dense_layers:  # there are no other MLPs
             fields["mlp_dim"] = moe["expert_dim"]
         if config.moe.groups == 1:
@@ -283,6 +284,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     if isinstance(config, DecoderConfig | EncoderConfig):
         kinds = families.kinds(config)
         fields |= {"layer_pattern": kinds, "rope": _resolved_rope(config, "local" in kinds, bool(WHOLE & {*kinds}))}
+        fields.pop("first_kinds", None)  # they are among these kinds
     if isinstance(config, Gemma3nConfig):
         fields |= gemma3n.resolved(config)
     if isinstance(config, DecoderConfig) and config.mtp is not None:

@@ -266,7 +266,6 @@ def test_a_smaller_copy_has_tables_and_layers_of_each_kind():
         (dict(indexer=Indexer()), "pairs ('halves') must be at least the 8 dimensions"),
         (dict(rope=Rope(scaling="dynamic", factor=2.0, original_length=8, pairs="adjacent", fraction=0.5)), "Rope.scaling is 'dynamic'"),
         (dict(window=None), "DecoderConfig.window has no value"),
-        (dict(moe=dict(num_experts=300, hash_layers=1)), "Moe.num_experts (300) must be at most 256 with hash_layers (1)"),
         (dict(moe=dict(num_experts=4, hash_layers=1, first_dense=1)), "Moe.hash_layers (1) is not supported where first_dense is"),
         (dict(swiglu_alpha=2.0), "swiglu_alpha and swiglu_limit are for the activation 'clamped_swiglu'"),
     ],
