@@ -84,13 +84,15 @@ def test_a_table_is_of_any_whole_numbers(kind, tmp_path):
     np.testing.assert_array_equal(read(tmp_path / "a")["expert_table"][0], table())
 
 
+@pytest.mark.parametrize("key", ["n_routed_experts", "num_local_experts"])
 @pytest.mark.parametrize("value", [table() + 1, table() - 1, np.float32(table())], ids=["large", "negative", "floats"])
-def test_other_tables_are_refused(value, tmp_path):
+def test_other_tables_are_refused(value, key, tmp_path):
     write(tmp_path / "a")
     changed(tmp_path / "a", value)
-    with pytest.raises(
-        UserError, match=f"{TABLE} is stored as .*, must be whole numbers from 0 to below n_routed_experts"
-    ):
+    file = tmp_path / "a" / "config.json"
+    file.write_text(file.read_text().replace("n_routed_experts", key))
+    message = f"{TABLE} is stored as .*, must be whole numbers from 0 to below n_routed_experts = 8"
+    with pytest.raises(UserError, match=message):
         read(tmp_path / "a")
 
 

@@ -22,6 +22,7 @@ from capibara.core import extras, limits
 from capibara.core.types import UserError
 from capibara.data.tokenizers import files as tokenizer_files
 from capibara.interop.hf import keys, model_card, mtp, safetensors_header, tables, tied, torch_file, wrappers
+from capibara.interop.hf.families import FAMILIES
 from capibara.interop.hf.layout.rows import Cut, Names
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.storage import partial
@@ -102,10 +103,10 @@ class HfFolder:
 
     def _numbers(self, name: str, stored: str, key: str) -> np.ndarray:
         """A tensor of whole numbers below the value of a key of config.json, as float32."""
-        count, value = wrappers.text_part(self.config).get(key), self.stored(name)
-        if not (
-            value.dtype.kind in "iu" and value.size and 0 <= value.min() and value.max() < (count or value.max() + 1)
-        ):
+        values, value = wrappers.text_part(self.config), self.stored(name)
+        family = FAMILIES[values["model_type"]]
+        count = {**family.defaults, **keys.canonical(values, family)}.get(key) or 0
+        if not (value.dtype.kind in "iu" and value.size and 0 <= value.min() and value.max() < count):
             raise UserError(
                 f"{self._path}: {name} is stored as {stored}, must be whole numbers from 0 to below {key} = {count}: copy the "
                 "folder again"
