@@ -351,11 +351,6 @@ class TransformerConfig(Layers):
             )
 
     @property
-    def tables(self) -> frozenset[str]:
-        """Names of parameters of whole numbers, which no narrower dtype than float32 has exactly."""
-        return frozenset()
-
-    @property
     def untrained(self) -> frozenset[str]:
         """Names of parameters that no training changes."""
         if self.latent is None or self.latent.indexer is None:

@@ -217,6 +217,11 @@ class Layers:
         return "attention"
 
     @property
+    def tables(self) -> frozenset[str]:
+        """Names of parameters of whole numbers, which no narrower dtype than float32 has exactly."""
+        return frozenset()
+
+    @property
     def stateful(self) -> bool:
         """Whether layers keep a state of the tokens before, which cannot forget the last of them."""
         return self.mixer is not None
