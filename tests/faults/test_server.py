@@ -325,7 +325,7 @@ class Idle:
     """An engine that is never reached."""
 
     failed, slots, load, pages, rows = None, 2, (0, 0), (0, 0), 384
-    statistics = type("Statistics", (), {"preempted": 0})
+    statistics, adapters = type("Statistics", (), {"preempted": 0}), type("Adapters", (), {"names": ()})
 
     def submit(self, *_, **__):
         raise UserError("no text is made here")
