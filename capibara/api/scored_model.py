@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -33,7 +34,7 @@ class Adapting(NamedTuple):
     folders: AdapterFolders | None = None
 
 
-class LoadsAdapters:
+class LoadsAdapters(abc.ABC):
     """A model whose engine has room for adapters.
 
     Attributes:
@@ -43,9 +44,9 @@ class LoadsAdapters:
     adapting: Adapting
 
     @property
+    @abc.abstractmethod
     def engine(self) -> Engine:
         """The engine that generates."""
-        raise NotImplementedError
 
     def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
         """Loads an adapter, which `generate` and clients of a server name from then on; texts go on meanwhile.

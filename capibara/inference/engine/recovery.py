@@ -63,16 +63,16 @@ class Recovery:
             self._fail_all(cause)
             return
         guilty = suspects[0] if len(suspects) == 1 and suspects[0].alone_until else None
-        shown = f"{type(cause).__name__}: {cause}".partition("\n")[0][:300]
+        message = f"{type(cause).__name__}: {cause}".partition("\n")[0][:300]
         verdict = "one gets this error" if guilty else "each is tried alone"
         line = "a program of %d requests failed (%s): %s, and %d are read again"
-        logging.getLogger(__name__).warning(line, len(suspects), shown, verdict, len(running))
+        logging.getLogger(__name__).warning(line, len(suspects), message, verdict, len(running))
         self._probe = self._make_probe()
         self._probe.alone_until = self._probe.limit
         if guilty is None:
-            tried = self._marked(suspects, running)
-            left = [item for item in self._scheduler.lone if item not in running]
-            self._scheduler.start_over([self._probe, *tried, *left])
+            again = self._marked(suspects, running)
+            rest = [item for item in self._scheduler.lone if item not in running]
+            self._scheduler.start_over([self._probe, *again, *rest])
             return
         for request in self._scheduler.requests:  # the fault is explained
             request.faults = request.alone_until = 0

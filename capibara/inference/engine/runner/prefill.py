@@ -200,19 +200,14 @@ class PrefillQueue:
 
     def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
         """The rows and logits of prompts that are read at once, or the error of one that cannot be read."""
-        size, packed = self._batches.size_of(prompts), self._batches.packs and len(prompts) > 1
         try:
-            each = [request.tokens for request in prompts]
-            batch = self._batches.packed(prompts, size) if packed else self._batches.batch(prompts, each, size)
-            logits, rows = self.programs.prefill(params, batch)
+            logits, rows = self.programs.prefill(params, self._batches.together(prompts))
         except BaseException as error:
             if not is_of_request(error):
                 raise
             # One by one, to find out whose error it is.
             return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
-        read = (
-            [(rows, logits)] if len(prompts) == 1 else _row_of_each(self.programs, self._batches, prompts, rows, logits)
-        )
+        read = _row_of_each(self.programs, self._batches, prompts, rows, logits)
         for request, (row, _) in zip(prompts, read):
             self._cache_prefix(request, row)
         return [*read]
@@ -226,6 +221,8 @@ def _row_of_each(
     programs: Programs, batches: PromptBatches, prompts: list[Request], rows: Cache, logits: jax.Array
 ) -> list[tuple[Any, jax.Array]]:
     """The rows and logits of prompts that were read together: in a row each, or packed into one."""
+    if len(prompts) == 1:
+        return [(rows, logits)]
     if not batches.packs:
         return [programs.take_row((rows, logits), np.int32(index)) for index in range(len(prompts))]
     counts = [len(request.tokens) for request in prompts]

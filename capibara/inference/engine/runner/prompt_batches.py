@@ -60,6 +60,13 @@ class PromptBatches:
         adapters = self._adapters.of([request.adapter for request in requests])
         return batch_of(requests, tokens, size, self._whole) | {"adapters": adapters}
 
+    def together(self, prompts: Sequence[Request]) -> dict[str, Any]:
+        """The batch for prompts that are read together."""
+        size = self.size_of(prompts)
+        if self.packs and len(prompts) > 1:
+            return self.packed(prompts, size)
+        return self.batch(prompts, [request.tokens for request in prompts], size)
+
     def packed(self, prompts: Sequence[Request], size: int) -> dict[str, Any]:
         """The tokens of several prompts with one adapter, one after the other in a row."""
         tokens, documents = np.zeros((2, 1, size), np.int32)
