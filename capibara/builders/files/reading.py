@@ -158,7 +158,7 @@ def common_folder(paths: Sequence[str]) -> str:
 def lines(path: str, problems: Problems, *, most: int = limits.LINE_BYTES) -> Iterator[Line]:
     """The lines of a text file, in their order, also of one that is compressed by gzip or zstd.
 
-    A line ends at a line feed; a carriage return before it and a byte order mark are dropped. Empty lines are kept. A
+    A line ends at a line feed; a carriage return before it and a byte order mark are dropped. Empty lines stay. A
     line that is no text in UTF-8, has a NUL or is too long is counted in `problems` and skipped. So is the rest of a file
     that is cut short or corrupted, with the line in which it ends.
 

@@ -45,7 +45,7 @@ class State(enum.StrEnum):
     """Where a job is.
 
     Attributes:
-      SUBMITTING: a resource is to be made, or perhaps was.
+      SUBMITTING: a resource is to be created, or perhaps was.
       WAITING: its resource waits for chips.
       RUNNING: its resource has chips.
       REPLACING: its resource is being deleted; another one follows.
@@ -83,7 +83,7 @@ class Record:
       outcome: how a job that is ENDING ends.
       launched_s: when the user has launched it.
       submit_s: when a call began to make the present resource whose answer has not come: perhaps there is one.
-      due_s: when the next resource may be made.
+      due_s: when the next resource may be created.
       running_s: when the present resource was first seen with chips.
       gone_s: when the present resource was first missed.
       pauses: resources in a row that have not run for long: the longer is the pause before the next one.
@@ -145,13 +145,13 @@ class Records:
     """The database; several processes and threads may use it at once.
 
     A file that SQLite cannot read, as a disk that was full may leave it, is quarantined beside it, and an empty one takes its
-    place: `capibara launch recover` fills it from the labels of the jobs' resources. Whoever opens the database is told of
+    place: `capibara launch recover` fills it from the labels of the jobs' resources. Whoever opens the database learns of
     that file until then. A row that is no record costs that job alone.
 
     Every method raises TryAgain if the disk is full, or another process writes for half a minute.
 
     Args:
-      path: of its file; folders are made.
+      path: of its file; folders are created.
       say: called with a line if a file was quarantined, a row is no record, or another process is waited for.
 
     Raises:
@@ -344,7 +344,7 @@ class Records:
 
 
 def _opened(path: pathlib.Path) -> sqlite3.Connection:
-    """The database of a file, which is made if it does not exist."""
+    """The database of a file, which is created if it does not exist."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     database = sqlite3.connect(path, timeout=_OPENING_S, isolation_level=None, check_same_thread=False)
     database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # a row of bad text costs that row
