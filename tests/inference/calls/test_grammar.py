@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -84,28 +85,37 @@ CLOSERS = (
 )
 
 
+@functools.cache
+def closers_of(form):
+    return [closer.encode() for closer in CLOSERS if any(mark and mark in closer for mark in form.tokens)]
+
+
 def continues(form, written):
     """The next byte of a form's closing tag that the text may have begun, of the longest beginning first."""
-    closers = [closer.encode() for closer in CLOSERS if any(mark and mark in closer for mark in form.tokens)]
+    closers = closers_of(form)
     for size in range(max(map(len, closers), default=0) - 1, -1, -1):
         for closer in closers:
             if size < len(closer) and written.endswith(closer[:size]):
                 yield closer[size : size + 1]
 
 
+@functools.cache
+def grammars_of(vocabulary):
+    """Its grammars, and the bytes of each token."""
+    return Grammars(vocabulary), [vocabulary.bytes_of([token]) for token in range(vocabulary.size)]
+
+
 def spoken(vocabulary, dialect, grammar, draw, most=5000):
     """A random text that keeps to a grammar; ends are likely, so that it is short."""
-    matcher, names = (
-        Grammars(vocabulary).matcher(grammar),
-        {token: vocabulary.spelling(token) for token in dialect.spelled},
-    )
+    grammars, pieces = grammars_of(vocabulary)
+    matcher, names = grammars.matcher(grammar), {token: vocabulary.spelling(token) for token in dialect.spelled}
     stream, row, text = TextStream(vocabulary, (), names), np.zeros(-(-vocabulary.size // 32), np.uint32), ""
-    pieces, written = [vocabulary.bytes_of([token]) for token in range(vocabulary.size)], b""
+    written = b""
     for _ in range(most):
         if matcher.complete:
             return text + stream.close()
         matcher.allow(row, frozenset({vocabulary.eos_id}))
-        allowed = [token for token in range(vocabulary.size) if row[token // 32] >> (token % 32) & 1]
+        allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: vocabulary.size]).tolist()
         special = [token for token in allowed if token == vocabulary.eos_id or token in names]
         closing = [token for byte in continues(dialect.form, written) for token in allowed if pieces[token] == byte][:1]
         ends = special + closing or [token for token in allowed if pieces[token] in (b'"', b"}", b"]")] or allowed
@@ -136,7 +146,7 @@ def test_what_keeps_to_a_grammar_is_read_as_calls(vocabulary, form):
     dialect, draw = Dialect(form, None, ids), np.random.default_rng(0)
     for parallel, names in ((False, ["look"]), (False, ["get-time"]), (True, ["look", "get-time"])):
         grammar = dialect.grammar(TOOLS, names, parallel)
-        for _ in range(4):
+        for _ in range(2):
             text = spoken(vocabulary, dialect, grammar, draw)
             message, deltas = turns.read(dialect, text, False, "characters", tools=TOOLS)
             content, thought, calls = turns.in_whole(message)
