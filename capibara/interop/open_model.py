@@ -144,7 +144,7 @@ class HasOptimizer(Protocol):
 
 
 def open_model(path: str) -> ForeignModel:
-    """Opens a Hugging Face folder, a T5X checkpoint, or a .gguf file; does not read large tensors yet.
+    """Opens a Hugging Face folder, a checkpoint of T5X or MaxText, or a .gguf file; does not read large tensors yet.
 
     Raises:
       UserError: it is none of them, or cannot be read.
@@ -155,17 +155,20 @@ def open_model(path: str) -> ForeignModel:
 
         return gguf_read.open_gguf(path)
     from capibara.interop.hf import folder as hf_folder
+    from capibara.interop.maxtext import read as maxtext_read
     from capibara.interop.quantize import folder as quantized_folder
     from capibara.interop.t5x import read as t5x_read
 
     if not os.path.exists(path):
         raise UserError(
-            f"{path} does not exist: name a run folder, a Hugging Face folder, a T5X checkpoint, or a .gguf file"
+            f"{path} does not exist: name a run folder, a Hugging Face folder, a checkpoint of T5X or MaxText, or a .gguf file"
         )
     if os.path.exists(os.path.join(path, "adapter_config.json")):
         raise UserError(f"{path} is an adapter of PEFT: merge it first, capibara convert --from={path} --to=NEW")
     if t5x_read.is_t5x(path):
         return t5x_read.T5xModel(path)
+    if maxtext_read.is_maxtext(path):
+        return maxtext_read.MaxtextModel(path)
     if os.path.isfile(path):
         raise UserError(
             f"{path} is a file, and neither a .gguf nor a state of T5X in msgpack: name a folder, or one of these"

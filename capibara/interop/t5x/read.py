@@ -9,11 +9,10 @@ config.gin                       of the run, in this folder or its parent
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -23,11 +22,11 @@ from capibara.core import limits
 from capibara.core.types import PyTree, UserError
 from capibara.interop.hf import folder as hf_folder
 from capibara.interop.hf.layout.tensors import Shape
-from capibara.interop.t5x import arrays as t5x_arrays
 from capibara.interop.t5x import config, run_files
 from capibara.interop.t5x import index as t5x_index
 from capibara.interop.t5x import names as t5x_names
 from capibara.interop.t5x import states as t5x_states
+from capibara.interop.zarr import arrays as zarr_arrays
 
 INDEX = "checkpoint"
 _TF = b"model_checkpoint_path"  # the beginning of TensorFlow's file of this name
@@ -64,7 +63,7 @@ class T5xModel:
             raise UserError(f"{_steps(path)[-1]} is incomplete: it has no {INDEX} file and no arrays: copy it again")
         self.path = root
         self._folder = os.path.dirname(os.path.abspath(root)) if os.path.isfile(root) else os.path.abspath(root)
-        self._arrays = t5x_arrays.Arrays(self._folder)
+        self._arrays = zarr_arrays.Arrays(self._folder)
         self._leaves = _leaves(root)
         self._gated = any("/mlp/wi_0/" in name for name in self._leaves)
         self._is_decoder = "decoder/token_embedder/embedding" in self._leaves
@@ -141,7 +140,7 @@ class T5xModel:
     def _read_leaf(self, leaf: t5x_index.Leaf, name: str) -> np.ndarray:
         if isinstance(leaf, np.ndarray):
             return leaf
-        with _corruption_reported(self.path, name):
+        with zarr_arrays.corruption_reported(self.path, name):
             return self._arrays.read(leaf)
 
     def _value(self, stored: str, layer: int | None = None) -> np.ndarray:
@@ -150,7 +149,7 @@ class T5xModel:
         index = (slice(None),) if layer is None else (*(slice(None),) * axis, layer)
         if isinstance(leaf, np.ndarray):
             return leaf[index]
-        with _corruption_reported(self.path, stored):
+        with zarr_arrays.corruption_reported(self.path, stored):
             value = self._arrays.read(leaf, axis, layer)
         return value.view(ml_dtypes.bfloat16) if value.dtype == np.uint16 else value  # stored so by T5X's version 2
 
@@ -168,10 +167,10 @@ class T5xModel:
         leaf = self._leaves[stored]
         return tuple(leaf.shape if isinstance(leaf, np.ndarray) else self._about(stored).shape)
 
-    def _about(self, stored: str) -> t5x_arrays.About:
+    def _about(self, stored: str) -> zarr_arrays.About:
         leaf = self._leaves[stored]
         assert not isinstance(leaf, np.ndarray), "its shape and dtype are known already"
-        with _corruption_reported(self.path, stored):
+        with zarr_arrays.corruption_reported(self.path, stored):
             return self._arrays.about(leaf)
 
     def _located(self) -> dict[str, tuple[str, int | None, Shape]]:
@@ -279,7 +278,7 @@ def _root(path: str) -> str | None:
             return folder
         if glob.glob(os.path.join(glob.escape(folder), "target.*")):
             return folder
-        if os.path.isfile(os.path.join(folder, "manifest.ocdbt")) and t5x_arrays.names_in(folder):
+        if os.path.isfile(os.path.join(folder, "manifest.ocdbt")) and zarr_arrays.stored_in(folder, "target."):
             return folder
     return None
 
@@ -298,21 +297,7 @@ def _leaves(root: str, part: str = "target") -> dict[str, t5x_index.Leaf]:
     index, begin = root if os.path.isfile(root) else os.path.join(root, INDEX), f"{part}."
     if os.path.isfile(index):
         return t5x_index.leaves_of(index, part)
-    if names := t5x_arrays.names_in(root, begin):
-        base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
-        of = lambda name: {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}  # noqa: E731
-    else:
-        names = tuple(os.path.basename(path) for path in glob.glob(os.path.join(glob.escape(root), f"{begin}*")))
-        of = t5x_index.zarr
-    return {name.removeprefix(begin).replace(".", "/"): of(name) for name in sorted(names)}
-
-
-@contextlib.contextmanager
-def _corruption_reported(root: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except (t5x_arrays.Broken, ValueError, KeyError, OSError, TypeError, ArithmeticError, MemoryError) as error:
-        cause = limits.cause(error)
-        raise UserError(f"{root}: {name} is missing or corrupted ({cause}): copy the checkpoint again") from error
+    if not (specs := zarr_arrays.stored_in(root, begin)):
+        paths = glob.glob(os.path.join(glob.escape(root), f"{begin}*"))
+        specs = {(name := os.path.basename(path)): t5x_index.zarr(name) for path in paths}
+    return {name.removeprefix(begin).replace(".", "/"): specs[name] for name in sorted(specs)}

@@ -1,9 +1,10 @@
-"""A program that reads arrays with TensorStore for capibara.interop.t5x.arrays, in a process of its own.
+"""A program that reads arrays with TensorStore for capibara.interop.zarr.arrays, in a process of its own.
 
 TensorStore decompresses a chunk, or a node of an OCDBT store, before it checks its size: here that ends this process,
 at a limit derived from the array's shape. Imports nothing of ours, and executes nothing from files.
 
-Standard input: one request per line, {"list": ROOT}, {"open": SPEC} or {"read": SPEC, "index": [AXIS, LAYER] or null}.
+Standard input: one request per line, {"list": STORE, "ends": [END, ...]}, {"open": SPEC} or {"read": SPEC, "index": [AXIS,
+LAYER] or null}.
 Standard output: for each request 8 bytes, the length of a JSON object, then the object, then its "bytes" of data.
 """
 
@@ -41,7 +42,8 @@ def main() -> int:
         try:
             if "list" in request:
                 keys = tensorstore.KvStore.open(request["list"]).result().list().result()
-                reply = {"names": [key.decode().removesuffix("/.zarray") for key in keys if key.endswith(b"/.zarray")]}
+                ends = tuple(request["ends"])
+                reply = {"names": [name for name in map(bytes.decode, keys) if name.endswith(ends)]}
             elif "open" in request:
                 store = opened(request["open"])
                 chunk = list(store.chunk_layout.read_chunk.shape or store.shape)

@@ -1,7 +1,8 @@
-"""Reads the arrays of a T5X checkpoint: zarr folders or an OCDBT store, in a process with bounded memory."""
+"""Reads arrays of Zarr folders or of an OCDBT store, in a process with bounded memory."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
@@ -25,6 +27,7 @@ _WAIT_S, _BYTES_S = 60.0, 20e6  # to wait for an answer, and additional time by 
 _ARRAYS, _CHUNKS, _DIMENSIONS, _SIZE, _ANSWER_BYTES = 200_000, 100_000, 8, 2**40, 64 << 20
 _RATIO, _FREE_BYTES = 64, 64 << 20  # largest array: this multiple of its stored bytes, or this size
 _COMPRESSORS = (None, "gzip", "zlib", "zstd", "blosc", "bz2")
+_METADATA = {"/.zarray": "zarr", "/zarr.json": "zarr3"}  # the file of an array -> TensorStore's driver
 
 
 class Broken(Exception):
@@ -44,23 +47,40 @@ class About(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def names_in(root: str, begin: str = "target.") -> tuple[str, ...]:
-    """The arrays in Orbax's OCDBT store whose names begin with `begin`, by default the model's; empty without a store.
+def stored_in(root: str, begin: str) -> dict[str, dict[str, Any]]:
+    """TensorStore's specs of the arrays in Orbax's OCDBT store whose names begin with `begin`; empty without a store.
 
     Raises:
       UserError: it cannot be read.
     """
     if not os.path.isfile(os.path.join(root, "manifest.ocdbt")):
-        return ()
+        return {}
     _check_folder(root)
-    base = {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": os.path.join(os.path.abspath(root), "")}}
     try:
-        result = Arrays(root)._asked({"list": {"driver": "ocdbt", "base": base}})[0]["names"]
+        keys = Arrays(root)._asked({"list": store, "ends": [*_METADATA]})[0]["names"]
     except Broken as error:
         raise UserError(f"{root}/manifest.ocdbt cannot be read ({error}): copy the checkpoint again") from None
-    if len(result) > _ARRAYS:
-        raise UserError(f"{root} has {len(result):,} arrays, must have at most {_ARRAYS:,}")
-    return tuple(name for name in result if name.startswith(begin))
+    if len(keys) > _ARRAYS:
+        raise UserError(f"{root} has {len(keys):,} arrays, must have at most {_ARRAYS:,}")
+    result = {}
+    for key in keys:
+        name, _, end = key.rpartition("/")
+        if name.startswith(begin):
+            result[name] = {"driver": _METADATA[f"/{end}"], "kvstore": store | {"path": f"{name}/"}}
+    return result
+
+
+@contextlib.contextmanager
+def corruption_reported(root: str, name: str) -> Iterator[None]:
+    """Errors of reading an array of a checkpoint as one line, a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Broken, ValueError, KeyError, OSError, TypeError, ArithmeticError, MemoryError) as error:
+        cause = limits.cause(error)
+        raise UserError(f"{root}: {name} is missing or corrupted ({cause}): copy the checkpoint again") from error
 
 
 class Arrays:

@@ -1,0 +1,1 @@
+"""Arrays of Zarr folders and OCDBT stores."""
