@@ -12,7 +12,7 @@ import numpy as np
 from capibara.core import extras
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import Vocabulary
-from capibara.inference.grammars import schemas
+from capibara.inference.grammars import schemas, trial
 from capibara.inference.grammars.lark import quoted
 from capibara.inference.sampling.grammar import Grammar
 
@@ -169,13 +169,13 @@ def _written(grammar: Grammar) -> str:
     if grammar.lark is not None:
         text = _lark(grammar.lark)
         schemas.check_embedded(text)
+        trial.check(text)
         return matcher.grammar_from_lark(text)
     if grammar.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(map(quoted, grammar.choice)))
     assert isinstance(grammar.json_schema, (str, bool))
-    return matcher.grammar_from_json_schema(
-        json.dumps(schemas.prepared(grammar.json_schema)), overrides=schemas.WHITE_SPACE
-    )
+    schema = schemas.prepared(grammar.json_schema)
+    return matcher.grammar_from_json_schema(json.dumps(schema), overrides=schemas.options(schema))
 
 
 def _lark(text: str) -> str:

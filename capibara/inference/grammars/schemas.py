@@ -13,16 +13,16 @@ from typing import Any
 from capibara.core import limits
 from capibara.core.fields import short
 from capibara.core.types import UserError
+from capibara.inference.grammars import references, rewriting
 
 # Formats that llguidance 1.9.1 enforces. All others are annotations, as JSON Schema says of every format.
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-# Keywords whose values are schemas, lists of schemas, or objects of schemas.
-_ONE = ("additionalProperties", "items", "not", "contains", "propertyNames", "if", "then", "else", "unevaluatedItems")
-_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_COUNTS = (
+    *("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"),
+    *("minContains", "maxContains"),
+)
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _ANNOTATIONS = ("default", "examples")
@@ -38,9 +38,12 @@ _ANY_OBJECT = {"type": "object"}
 
 # Without a bound, white space between JSON's tokens is what many models write until their last token.
 WHITE_SPACE = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
+# An escape such as \u0061 would be another spelling of a property's name, and llguidance 1.9.1 takes it for another name.
+_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"'}
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # what needs such an escape
 
 
-def prepared(schema: str | bool) -> dict[str, Any] | bool:
+def prepared(schema: str | bool) -> dict[str, Any]:
     """A schema of the same documents that llguidance can read.
 
     Raises:
@@ -56,12 +59,50 @@ def prepared(schema: str | bool) -> dict[str, Any] | bool:
     if not isinstance(value, (dict, bool)):
         raise UserError(f"Grammar.json_schema is {json.dumps(value)[:60]}, must be an object")
     _check([value])
-    return _of(value)
+    value = _of(value)
+    if isinstance(value, dict) and rewriting.is_needed(value):
+        value = rewriting.rewritten(value)
+        _check([value])
+    if value is False:
+        raise UserError("a JSON Schema matches no text: ask for one")
+    return {} if value is True else value
 
 
-def embedded(schema: dict[str, Any] | bool, layout: Mapping[str, object] = WHITE_SPACE) -> str:
+def embedded(schema: dict[str, Any], layout: Mapping[str, object] = WHITE_SPACE) -> str:
     """The JSON of a prepared schema, as a part of a grammar in Lark's notation; `layout`: llguidance's options."""
-    return "%json " + json.dumps({**(schema if isinstance(schema, dict) else {}), "x-guidance": layout})
+    return "%json " + json.dumps({**schema, "x-guidance": options(schema, layout)})
+
+
+def options(schema: dict[str, Any], layout: Mapping[str, object] = WHITE_SPACE) -> dict[str, object]:
+    """The options of llguidance for a prepared schema.
+
+    Raises:
+      UserError: it has other properties than those that it names, and a text that cannot be written beside these.
+    """
+    texts, is_open, left = list[str](), False, list[Any]([schema])
+    while left:
+        value = left.pop()
+        left += value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+        if isinstance(value, dict):
+            named = any(name in value for name in ("properties", "patternProperties", "required"))
+            is_open |= named and value.get("additionalProperties") is not False
+            for name in ("const", "enum", "required", "properties"):
+                each = value.get(name, ())
+                texts += (
+                    [each]
+                    if isinstance(each, str)
+                    else [text for text in each if isinstance(text, str)]
+                    if isinstance(each, (list, dict))
+                    else []
+                )
+    if not is_open:
+        return {**layout}
+    if text := next(filter(_UNWRITTEN.search, texts), None):
+        raise UserError(
+            f"a JSON Schema has the text {short(text)} with a control character, must have no additionalProperties beside it: "
+            "set them to false"
+        )
+    return {**layout, **_ESCAPES}
 
 
 def check_embedded(lark: str) -> None:
@@ -91,6 +132,7 @@ def _check(values: list[Any]) -> None:
             if len(value) > _MOST_KEYS:
                 raise UserError(f"a JSON Schema has an object of {len(value)} keys, must have at most {_MOST_KEYS}")
             patterns.add(value)
+            _check_keys(value)
             for name, item in value.items():
                 if name in _BOUNDS and isinstance(item, float) and not abs(item) < 2**63:
                     raise UserError(f"a JSON Schema has {name} {short(item)}, must be below 2**63: leave it out")
@@ -102,6 +144,17 @@ def _check(values: list[Any]) -> None:
         raise UserError(f"a JSON Schema has {objects} objects, must have at most {_MOST_OBJECTS}: shorten it")
     patterns.check()
     _check_multiples(multiples)
+
+
+def _check_keys(schema: Mapping[str, Any]) -> None:
+    """Raises UserError for a number of keys that nothing keeps apart."""
+    least, required = schema.get("minProperties"), schema.get("required", [])
+    is_open = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+    if isinstance(least, int) and isinstance(required, list) and is_open and least - len({*map(str, required)}) > 1:
+        raise UserError(
+            f"a JSON Schema has minProperties {least} with {len(required)} required, must have at most one more than those, since "
+            "others may repeat: name them in required"
+        )
 
 
 class _Patterns:
@@ -161,13 +214,13 @@ def _of(schema: object) -> Any:
     for name in _COUNTS:
         if isinstance(value := result.get(name), float) and value.is_integer():
             result[name] = int(value)  # 2.0 is the integer 2 in JSON Schema
-    for name in _ONE:
+    for name in references.ONE:
         if isinstance(result.get(name), Mapping):
             result[name] = _of(result[name])
-    for name in _LISTS:
+    for name in references.LISTS:
         if isinstance(result.get(name), list):
             result[name] = [_of(item) for item in result[name]]
-    for name in _OBJECTS:
+    for name in references.OBJECTS:
         if isinstance(result.get(name), Mapping):
             result[name] = {key: _of(item) for key, item in result[name].items()}
     return result

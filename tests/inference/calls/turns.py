@@ -23,7 +23,7 @@ BEGINS = (
 COMMAND_R_INSTRUCTION = "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Write"
 ENDS = re.compile(
     r"(?:\s*(?:</s>|<EOS>|<\|(?:im_end|eot_id|eom_id|eot|end|call|return|END_OF_TURN_TOKEN|end_of_text|endoftext"
-    r"|role_end|message_sep|calls|assistant|eos|EOT)\|>|<\|tool_response>|<start_function_response>|<\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|>|<end_of_turn>|<turn\|>|<seed:eos>"
+    r"|role_end|message_sep|calls|assistant|eos|EOT|end_of_msg|user|observation)\|>|<\|tool_response>|<start_function_response>|<\|START_OF_TURN_TOKEN\|><\|CHATBOT_TOKEN\|>|<end_of_turn>|<turn\|>|<seed:eos>"
     r"|<｜end▁of▁sentence｜>|\[e~\[|<end_of_sentence>|<SPECIAL_12>|<sep>|</assistant>))*\s*\Z"
 )
 
