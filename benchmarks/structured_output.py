@@ -1,7 +1,8 @@
 """Structured output: what schemas compile, which documents they allow, texts of a random model, and time a token.
 
     python benchmarks/structured_output.py --suite=JSON-Schema-Test-Suite/tests/draft2020-12 \
-        [--suite=jsonschemabench/maskbench/data] [--most=1000] [--xgrammar_python=PATH/bin/python] \
+        [--suite=jsonschemabench/maskbench/data] [--suite=schemastore/src/schemas/json] [--openapi=stripe/openapi/spec3.json] \
+        [--most=1000] [--xgrammar_python=PATH/bin/python] \
         [--model=smollm2.gguf] [--schemas=200] [--texts=10] [--slots=8] [--rounds=5] [--json=OUT]
 
   documents  each schema of the suites is compiled, and each of its documents tried, by ours and by xgrammar in an environment
@@ -10,7 +11,9 @@
              end by themselves are checked by the jsonschema package. Goal: none invalid.
   time       `--slots` rows of `--model` with a grammar, and the same rows without, in turns. Goal: at most 1.10 a token.
 
-A suite is a folder of JSON files: lists of groups as in the JSON Schema Test Suite, or a group each as in jsonschemabench.
+A suite is a folder of JSON files: lists of groups as in the JSON Schema Test Suite, a group each as in jsonschemabench, or a
+schema each, without documents, as in the JSON Schema Store. Of an OpenAPI document each of its components is a schema.
+Texts that reach their limit are counted apart: they have not ended, and are no documents yet.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -67,10 +71,60 @@ def groups(folder: str, most: int) -> list[dict[str, Any]]:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             continue
-        found += [
-            one for one in (content if isinstance(content, list) else [content]) if "schema" in one and "tests" in one
-        ]
+        found += [group for group in map(_group, content if isinstance(content, list) else [content]) if group]
+    return _spread(found, most)
+
+
+def _group(content: Any) -> dict[str, Any] | None:
+    """A schema with its documents."""
+    if not isinstance(content, dict):
+        return None
+    if "schema" in content and "tests" in content:
+        return content
+    return {"schema": content, "tests": []} if "$schema" in content else None
+
+
+def _spread(found: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     return found if len(found) <= most else [found[i * len(found) // most] for i in range(most)]
+
+
+def components(path: str, most: int) -> list[dict[str, Any]]:
+    """The schemas of an OpenAPI document's components, each with those that it refers to."""
+    schemas = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["components"]["schemas"]
+    plain = {name: _plain(schema) for name, schema in schemas.items()}
+    found = []
+    for name in sorted(plain):
+        reached, left = dict[str, Any](), [name]
+        while left:
+            at = left.pop()
+            if at not in reached and at in plain:
+                reached[at] = plain[at]
+                left += re.findall(r'"#/\$defs/([^"/]+)"', json.dumps(plain[at]))
+        found.append({"schema": {"$ref": f"#/$defs/{name}", "$defs": reached}, "tests": []})
+    return _spread(found, most)
+
+
+def _plain(value: Any) -> Any:
+    """A schema of OpenAPI 3.0 as JSON Schema has it."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    schema = {
+        key: _plain(item)
+        for key, item in value.items()
+        if key not in ("discriminator", "xml", "example", "externalDocs")
+    }
+    if isinstance(schema.get("$ref"), str):
+        schema["$ref"] = schema["$ref"].replace("#/components/schemas/", "#/$defs/")
+    for bound, key in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(exclusive := schema.get(key), bool):
+            del schema[key]
+            if exclusive:
+                schema[key] = schema.pop(bound)
+    if schema.pop("nullable", False) is True:
+        return {"anyOf": [schema, {"type": "null"}]}
+    return schema
 
 
 def documents(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -128,7 +182,10 @@ def texts(
     vocabulary: Vocabulary, schemas: Sequence[dict[str, Any]], count: int, each: int, slots: int
 ) -> dict[str, int]:
     """Texts of a random model, and how many of those that ended are no documents of their schemas."""
-    engine, counts = random_model(vocabulary, 512, slots), dict.fromkeys(("schemas", "texts", "ended", "invalid"), 0)
+    engine, counts = (
+        random_model(vocabulary, 512, slots),
+        dict.fromkeys(("schemas", "texts", "ended", "cut", "invalid"), 0),
+    )
     # So that a random model closes what it opens.
     closing = {
         token: 8.0
@@ -145,9 +202,12 @@ def texts(
         for stream in [engine.submit("x", one) for one in asked]:
             completion = stream.result()
             counts["texts"] += 1
+            counts["cut"] += completion.finish is Finish.LENGTH
             if completion.finish is Finish.STOP:
                 counts["ended"] += 1
-                counts["invalid"] += not is_valid(validator, completion.text)
+                if not is_valid(validator, completion.text):
+                    counts["invalid"] += 1
+                    print("invalid:", completion.text[:500], "of", json.dumps(schema)[:500], flush=True)
     return counts
 
 
@@ -202,6 +262,7 @@ def main() -> int:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", action="append", default=[])
+    parser.add_argument("--openapi", action="append", default=[])
     parser.add_argument("--most", type=int, default=1000)
     parser.add_argument("--xgrammar_python")
     parser.add_argument("--model")
@@ -216,8 +277,8 @@ def main() -> int:
     for name in ("suite", "of", "schemas", "compiled", "right", "wrong", "missed", "median s", "slowest s"):
         table.add_column(name)
     every: list[dict[str, Any]] = []
-    for folder in args.suite:
-        schemas = groups(folder, args.most)
+    for folder in (*args.suite, *args.openapi):
+        schemas = (components if folder in args.openapi else groups)(folder, args.most)
         every += schemas
         results[folder] = {"capibara": documents(schemas)}
         if args.xgrammar_python:

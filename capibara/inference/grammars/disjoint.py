@@ -9,51 +9,68 @@ from capibara.inference.grammars.negation import TYPES, type_of
 from capibara.inference.grammars.references import Schema
 
 _DEPTH = 6  # of properties and references that are looked into
+_MOST_STEPS = 1 << 17  # which take a tenth of a second
 
 
-def is_disjoint(first: Schema, second: Schema, target: Callable[[int], Schema], depth: int = _DEPTH) -> bool:
-    """Whether it is certain that nothing matches both schemas.
+class Reader:
+    """Follows the references of a schema for as many steps as it may.
+
+    Args:
+      target: the schema that a reference names.
+    """
+
+    def __init__(self, target: Callable[[int], Schema]):
+        self.target, self._left = target, _MOST_STEPS
+
+    def may_go_on(self, steps: int = 1) -> bool:
+        """Whether so many further steps are left; takes them."""
+        self._left -= steps
+        return self._left >= 0
+
+
+def is_disjoint(first: Schema, second: Schema, reader: Reader, depth: int = _DEPTH) -> bool:
+    """Whether it is certain that nothing matches both schemas; not certain if the reader may not go on.
 
     Args:
       first: a schema whose references are numbers.
       second: another.
-      target: the schema that a reference names.
+      reader: of their references.
       depth: how many properties and references in each other are looked into.
     """
     if first is False or second is False:
         return True
-    if not depth:
+    if not depth or not reader.may_go_on():
         return False
-    one, other = [*_conjuncts(first, target, depth)], [*_conjuncts(second, target, depth)]
-    for conjuncts, against in ((one, second), (other, first)):
+    left, right = [*_conjuncts(first, reader, depth)], [*_conjuncts(second, reader, depth)]
+    for conjuncts, against in ((left, second), (right, first)):
         branches = [schema[key] for schema in conjuncts for key in ("anyOf", "oneOf") if key in schema]
-        if any(all(is_disjoint(item, against, target, depth - 1) for item in each) for each in branches):
+        if any(all(is_disjoint(item, against, reader, depth - 1) for item in each) for each in branches):
             return True
-    return _differ(one, other) or any(
-        _excludes(here, there, target, depth) for here, there in ((one, other), (other, one))
+    return _differ(left, right, reader) or any(
+        _excludes(here, there, reader, depth) for here, there in ((left, right), (right, left))
     )
 
 
-def _conjuncts(schema: Schema, target: Callable[[int], Schema], depth: int) -> Iterator[dict[str, Any]]:
+def _conjuncts(schema: Schema, reader: Reader, depth: int) -> Iterator[dict[str, Any]]:
     """What a text must match, each."""
-    if isinstance(schema, bool) or not depth:
+    if isinstance(schema, bool) or not depth or not reader.may_go_on():
         return
     yield schema
     for item in schema.get("allOf", ()):
-        yield from _conjuncts(item, target, depth - 1)
+        yield from _conjuncts(item, reader, depth - 1)
     if "$ref" in schema:
-        yield from _conjuncts(target(schema["$ref"]), target, depth - 1)
+        yield from _conjuncts(reader.target(schema["$ref"]), reader, depth - 1)
 
 
-def _differ(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+def _differ(left: list[dict[str, Any]], right: list[dict[str, Any]], reader: Reader) -> bool:
     """By types, values and bounds."""
-    if not _types(one) & _types(other):
+    if not _types(left) & _types(right):
         return True
-    first, second = _values(one), _values(other)
+    first, second = _values(left), _values(right)
     if first is not None and second is not None:
-        return not any(_equal(x, y) for x in first for y in second)
-    return _types(one) & _types(other) <= {"number", "integer"} and any(
-        _least(here) > _most(there) for here, there in ((one, other), (other, one))
+        return reader.may_go_on(len(first) * len(second)) and not any(_equal(x, y) for x in first for y in second)
+    return _types(left) & _types(right) <= {"number", "integer"} and any(
+        _least(here) > _most(there) for here, there in ((left, right), (right, left))
     )
 
 
@@ -98,21 +115,21 @@ def _most(schemas: list[dict[str, Any]]) -> float:
     return min((schema["maximum"] for schema in schemas if "maximum" in schema), default=float("inf"))
 
 
-def _excludes(
-    one: list[dict[str, Any]], other: list[dict[str, Any]], target: Callable[[int], Schema], depth: int
-) -> bool:
+def _excludes(left: list[dict[str, Any]], right: list[dict[str, Any]], reader: Reader, depth: int) -> bool:
     """Whether objects of the first have a property that those of the second cannot have."""
-    if _types(one) & _types(other) != {"object"}:
+    if _types(left) & _types(right) != {"object"}:
         return False
-    for name in {name for schema in one for name in schema.get("required", ())}:
-        here = [schema["properties"][name] for schema in one if name in schema.get("properties", ())]
-        there = [schema["properties"][name] for schema in other if name in schema.get("properties", ())]
+    for name in {name for schema in left for name in schema.get("required", ())}:
+        if not reader.may_go_on(len(left) + len(right)):
+            return False
+        here = [schema["properties"][name] for schema in left if name in schema.get("properties", ())]
+        there = [schema["properties"][name] for schema in right if name in schema.get("properties", ())]
         closed = (
             name not in schema.get("properties", ())
             and schema.get("additionalProperties") is False
             and not schema.get("patternProperties")
-            for schema in other
+            for schema in right
         )
-        if any(closed) or False in there or any(is_disjoint(x, y, target, depth - 1) for x in here for y in there):
+        if any(closed) or False in there or any(is_disjoint(x, y, reader, depth - 1) for x in here for y in there):
             return True
     return False

@@ -10,6 +10,7 @@ from capibara.inference.grammars.references import Schema
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MOST_VALUES = 64  # of an enum that is excluded: each number adds a range, each text a branch of a regular expression
+_MOST_CHARACTERS = 128  # of a text that is excluded: each is a level of the expression
 _MOST_NAMES = 4  # of an object that is closed: each set of its properties is an alternative
 FIRST_ITEMS = 16  # an item that must be there is one of the first: llguidance has no lists with one anywhere
 
@@ -99,9 +100,11 @@ def _types(value: Any, _: Mapping[str, Any]) -> Iterator[Schema]:
 
 
 def _values(values: list[Any], _: Mapping[str, Any]) -> Iterator[Schema]:
-    if len(values) > _MOST_VALUES:
+    longest = max((len(value) for value in values if isinstance(value, str)), default=0)
+    if len(values) > _MOST_VALUES or longest > _MOST_CHARACTERS:
         raise UserError(
-            f"a JSON Schema has {len(values)} values that must not match, must have at most {_MOST_VALUES}: {_ADVICE}"
+            f"a JSON Schema has {len(values)} values of up to {longest} characters that must not match, must have at most "
+            f"{_MOST_VALUES} of {_MOST_CHARACTERS}: {_ADVICE}"
         )
     of = {name: [value for value in values if type_of(value) == name] for name in TYPES}
     if any(of["array"]) or any(of["object"]):
@@ -149,19 +152,19 @@ def _patterns(schemas: Mapping[str, Schema], _: Mapping[str, Any]) -> list[Schem
 
 def _without_others(schema: Mapping[str, Any], names: Collection[str] | None) -> Iterator[Schema]:
     """Objects with a property that `additionalProperties` does not allow."""
-    value, own = schema["additionalProperties"], [*schema.get("properties", ())]
+    value, named = schema["additionalProperties"], [*schema.get("properties", ())]
     if value is True or value == {}:
         return
     if schema.get("patternProperties"):
         raise UserError(f"a JSON Schema has patternProperties in a schema that must not match: {_ADVICE}")
     if names is not None:
-        yield from _properties({name: value for name in names if name not in own}, {})
+        yield from _properties({name: value for name in names if name not in named}, {})
         return
-    if value is not False or len(own) > _MOST_NAMES:
+    if value is not False or len(named) > _MOST_NAMES:
         raise UserError(f"a JSON Schema has additionalProperties in a schema that must not match: {_ADVICE}")
-    for chosen in range(1 << len(own)):
-        present = [name for at, name in enumerate(own) if chosen >> at & 1]
-        properties = {name: name in present for name in own}
+    for chosen in range(1 << len(named)):
+        present = [name for at, name in enumerate(named) if chosen >> at & 1]
+        properties = {name: name in present for name in named}
         yield {"type": "object", "required": present, "properties": properties, "minProperties": len(present) + 1}
 
 
@@ -191,7 +194,7 @@ def _contains(value: Schema, schema: Mapping[str, Any]) -> Iterator[Schema]:
         yield {"type": "array", "contains": value, "minContains": most + 1}
 
 
-def _one(schemas: list[Schema], _: Mapping[str, Any]) -> Iterator[Schema]:
+def _exclusive(schemas: list[Schema], _: Mapping[str, Any]) -> Iterator[Schema]:
     yield all_of([no(schema) for schema in schemas])
     for at, schema in enumerate(schemas):
         yield from (all_of([schema, other]) for other in schemas[:at])
@@ -235,7 +238,7 @@ _EACH: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "contains": _contains,
     "allOf": lambda value, _: [no(schema) for schema in value],
     "anyOf": lambda value, _: [all_of([no(schema) for schema in value])],
-    "oneOf": _one,
+    "oneOf": _exclusive,
     "not": lambda value, _: [value],
     "if": _condition,
     "dependentRequired": _dependent_names,

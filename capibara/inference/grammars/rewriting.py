@@ -9,12 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from capibara.core.types import UserError
-from capibara.inference.grammars.disjoint import is_disjoint
+from capibara.inference.grammars.disjoint import Reader, is_disjoint
 from capibara.inference.grammars.negation import FIRST_ITEMS, all_of, any_of, negated, no
 from capibara.inference.grammars.references import References, Schema, parts
 from capibara.inference.grammars.unevaluated import closed
 
 _MOST = 4096  # schemas that are written
+_MOST_BRANCHES = (
+    128  # of oneOf, each two of which are compared; llguidance may know of more that they exclude each other
+)
 _MOST_WAYS = 64  # to place the items of `contains`, or to order those of `uniqueItems`
 _COUNTED_ITEMS = 8  # items that `maxContains` counts are among the first
 _KEPT = frozenset(
@@ -62,6 +65,7 @@ class _Rewriting:
         self._names: dict[tuple[int, bool], str] = {}
         self._waiting: list[tuple[int, bool]] = []
         self._known: dict[tuple[int, bool], bool | UserError] = {}
+        self._reader = Reader(references.target)
         self._count = 0
 
     def result(self) -> Schema:
@@ -116,7 +120,7 @@ class _Rewriting:
             elif key in _SUGAR:
                 conjuncts.append(self.of(_SUGAR[key](schema)))
         if any(key.startswith("unevaluated") for key in schema):
-            conjuncts.append(self.of(closed(schema, self._references.target)))
+            conjuncts.append(self.of(closed(schema, self._reader)))
         return all_of([base, *conjuncts]) if not base else _with(base, all_of(conjuncts))
 
     def _reference(self, number: int, positive: bool) -> Schema:
@@ -140,12 +144,15 @@ class _Rewriting:
 
     def _one_of(self, branches: list[Schema]) -> Schema:
         """Each branch without the others, where they are not known to exclude each other."""
-        target = self._references.target
+        if len(branches) > _MOST_BRANCHES:
+            return {"oneOf": [self.of(branch) for branch in branches]}
         try:
             alternatives = []
             for at, branch in enumerate(branches):
                 rest = [
-                    item for other, item in enumerate(branches) if other != at and not is_disjoint(branch, item, target)
+                    item
+                    for other, item in enumerate(branches)
+                    if other != at and not is_disjoint(branch, item, self._reader)
                 ]
                 excluded = [self.of(negated(self._resolved(item), self._closed_names(branch))) for item in rest]
                 alternatives.append(all_of([self.of(branch), *excluded]))

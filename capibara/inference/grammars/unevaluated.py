@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 from capibara.core.types import UserError
+from capibara.inference.grammars.disjoint import Reader
 from capibara.inference.grammars.negation import all_of, any_of, no
 from capibara.inference.grammars.references import Schema
 
 _DEPTH = 8  # of references in each other
 _MOST = 64  # alternatives
+_WAY_STEPS = 64  # of a reader, for the ways of a schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,21 +47,21 @@ class _Way:
         )
 
 
-def closed(schema: dict[str, Any], target: Callable[[int], Schema]) -> Schema:
+def closed(schema: dict[str, Any], reader: Reader) -> Schema:
     """What `unevaluatedProperties` and `unevaluatedItems` of a schema ask for, beside its other keywords.
 
     A text that matches more branches than a way takes has evaluated more, and may have what the way allows.
 
     Args:
       schema: with one of the two, or both; its references are numbers.
-      target: the schema that a reference names.
+      reader: of its references.
 
     Raises:
       UserError: it has too many branches, or references itself.
     """
     alternatives = []
     bare = {key: value for key, value in schema.items() if not key.startswith("unevaluated")}
-    for way in _ways(bare, target, _DEPTH):
+    for way in _ways(bare, reader, _DEPTH):
         end: dict[str, Any] = {}
         if "unevaluatedProperties" in schema and not way.rest:
             end["properties"] = {name: True for name in sorted(way.names)}
@@ -72,14 +73,14 @@ def closed(schema: dict[str, Any], target: Callable[[int], Schema]) -> Schema:
     return any_of(alternatives)
 
 
-def _ways(schema: Schema, target: Callable[[int], Schema], depth: int) -> list[_Way]:
+def _ways(schema: Schema, reader: Reader, depth: int) -> list[_Way]:
     if isinstance(schema, bool):
         return [_Way()]
-    if not depth:
+    if not depth or not reader.may_go_on(_WAY_STEPS):
         raise UserError("a JSON Schema has an unevaluated keyword over references in each other: leave it out")
     if "contains" in schema and "prefixItems" not in schema and "items" not in schema:
         raise UserError("a JSON Schema has contains beside an unevaluated keyword: leave one of them out")
-    own = _Way(
+    base = _Way(
         (),
         frozenset(schema.get("properties", ())),
         frozenset(schema.get("patternProperties", ())),
@@ -89,11 +90,11 @@ def _ways(schema: Schema, target: Callable[[int], Schema], depth: int) -> list[_
     )
 
     def taken(branch: Schema) -> list[_Way]:
-        return [way + _Way((branch,)) for way in _ways(branch, target, depth - 1)]
+        return [way + _Way((branch,)) for way in _ways(branch, reader, depth - 1)]
 
-    sides = [_ways(item, target, depth - 1) for item in schema.get("allOf", ())]
+    sides = [_ways(item, reader, depth - 1) for item in schema.get("allOf", ())]
     if "$ref" in schema:
-        sides.append(_ways(target(schema["$ref"]), target, depth - 1))
+        sides.append(_ways(reader.target(schema["$ref"]), reader, depth - 1))
     for key in ("anyOf", "oneOf"):
         if key in schema:
             sides.append(_subsets([taken(item) for item in schema[key]], 1 if key == "oneOf" else len(schema[key])))
@@ -104,7 +105,7 @@ def _ways(schema: Schema, target: Callable[[int], Schema], depth: int) -> list[_
     for name, item in schema.get("dependentSchemas", {}).items():
         present = _Way(({"required": [name]},))
         sides.append([_Way(({"properties": {name: False}},)), *(way + present for way in taken(item))])
-    result = [own]
+    result = [base]
     for side in sides:
         result = [first + second for first in result for second in side]
         if len(result) > _MOST:

@@ -62,6 +62,13 @@ SCHEMAS = {
     "objects by their kind": {"oneOf": [{"properties": {"k": {"const": f"{i}"}}, "required": ["k"]} for i in range(800)]},
     "negations": nested(30, lambda x: {"not": x}, TEXT),
     "conditions": nested(8, lambda x: {"if": {"const": 1}, "then": x, "else": x}, TEXT),
+    "conditions beside each other": {"allOf": [{"if": {"required": [f"a{i}"]}, "then": {"required": [f"b{i}"]}} for i in range(40)]},
+    "names that need others": {"dependentRequired": {f"a{i}": [f"a{i + 1}"] for i in range(200)}},
+    "one of many names": {"oneOf": [{"required": [f"a{i}"]} for i in range(100)]},
+    "one of nothing that is known": {"oneOf": 60 * [{"type": "object", "required": [f"a{k}" for k in range(900)]}]},
+    "nothing unevaluated": {"$ref": "#/$defs/d0", "unevaluatedProperties": False, "$defs": {f"d{i}": {"allOf": 60 * [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(9)} | {"d9": {}}},
+    "many that contain": {"allOf": [{"contains": {"const": i}, "maxContains": 3} for i in range(20)]},
+    "not a long text": {"not": {"enum": ["a" * 5000]}},
     "remainders": {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (2, 3, 5, 7, 11, 13, 17)]},
     "the least number": {"type": "number", "multipleOf": 5e-324},
     "wide ranges": {"type": "number", "minimum": -123456789.987654321, "maximum": 987654321.123456789},
@@ -105,6 +112,10 @@ RULES = {
     "deep GBNF": "root ::= " + "(" * 3000 + '"a"' + ")*" * 3000,
     "schemas in rules": "start: "
     + " | ".join(f"%json {json.dumps(patterns(30, f'^x.*{{0}}.*y{k}$'))}" for k in range(40)),
+    "an intersection": "start: T\nT: "
+    + " & ".join(f"/(.*{letter}.{{{at + 2}}})*/" for at, letter in enumerate("abcdefghijklm")),
+    "an intersection of long ones": "start: T\nT: " + " & ".join(f"/(.*{letter}.{{60}})*/" for letter in "abcd"),
+    "complements": "start: T\nT: " + " & ".join(f"~/(.*{letter}.{{20}})*/" for letter in "abcdef"),
     "a terminal that explodes": "start: T\nT: /(a|b)*a(a|b){28}/",
 }
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
