@@ -91,13 +91,11 @@ class References:
             left += [(part, base) for part in parts(schema)]
         seen = {id(schema) for schema, _ in placed}
         for schema, base in placed:  # it grows by what only a reference reaches
-            for number in self._refer(schema, base):
-                target = self._targets[number]
-                if isinstance(target, dict) and id(target) not in seen:
-                    seen.add(id(target))
-                    placed.append((target, base))
-                    placed += [(part, base) for part in parts(target) if id(part) not in seen]
-                    seen.update(id(part) for part in parts(target))
+            targets = [self._targets[number] for number in self._refer(schema, base)]
+            for item in (*targets, *parts(schema)):
+                if isinstance(item, dict) and id(item) not in seen:
+                    seen.add(id(item))
+                    placed.append((item, base))
         for schema, _ in placed:
             self._modernize(schema)
 

@@ -61,7 +61,12 @@ def prepared(schema: str | bool) -> dict[str, Any]:
     _check([value])
     value = _of(value)
     if isinstance(value, dict) and rewriting.is_needed(value):
-        value = rewriting.rewritten(value)
+        try:
+            value = rewriting.rewritten(value)
+        except (AttributeError, LookupError, TypeError) as error:  # of a value of another type than its keyword's
+            raise UserError(f"a JSON Schema has a keyword with a value of another type: {error}") from None
+        except RecursionError:
+            raise UserError("a JSON Schema is nested too deeply: shorten it") from None
         _check([value])
     if value is False:
         raise UserError("a JSON Schema matches no text: ask for one")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -202,3 +203,34 @@ def test_schemas_that_llguidance_reads_stay_as_they_are():
 def test_schemas_that_exclude_each_other(first, second, is_disjoint):
     assert disjoint.is_disjoint(first, second, disjoint.Reader(lambda _: True)) is is_disjoint
     assert disjoint.is_disjoint(second, first, disjoint.Reader(lambda _: True)) is is_disjoint
+
+
+MALFORMED = [None, 5, "a", [5], {"a": 5}, [], {}, [{}], True]
+
+
+@pytest.mark.parametrize(
+    "key", sorted({key for schema, _, _ in CASES.values() for key in schema} | {"type", "enum", "additionalItems"})
+)
+def test_a_keyword_of_another_type_is_refused(key):
+    """Or it has a meaning."""
+    for value in MALFORMED:
+        for schema in (
+            {key: value, "not": {"type": "null"}},
+            {"not": {key: value}},
+            {"oneOf": [{key: value}] * 2},
+            {"anyOf": [{key: value}], "unevaluatedItems": False},
+        ):
+            with contextlib.suppress(UserError):
+                grammars().matcher(Grammar(json_schema=json.dumps(schema)))
+
+
+def test_what_only_a_reference_reaches_is_read_to_its_end():
+    schema = {
+        "not": {"type": "null"},
+        "$ref": "#/components/x",
+        "components": {
+            "x": {"items": {"items": {"$ref": "#/components/y"}}, "type": "array"},
+            "y": {"not": {"const": 1}},
+        },
+    }
+    assert writes(schema, "[[2]]") and not writes(schema, "[[1]]")
