@@ -90,7 +90,7 @@ def plant(monkeypatch, engine, where):
         return done
 
     for owner in (engine.core.runner, engine.core.prefill):
-        monkeypatch.setattr(owner, "_programs", compiled._replace(**{name: failing}))
+        monkeypatch.setattr(owner, "programs", compiled._replace(**{name: failing}))
 
 
 def settled_arrays(at_most):
