@@ -13,6 +13,7 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import ParamAxes, Params, PyTree
 from capibara.kernels.matmul.quantized import Quantization
+from capibara.models.layers import embedding
 from capibara.models.parts.config import TransformerConfig
 
 Axes = tuple[str, ...]
@@ -33,7 +34,7 @@ def served(config: TransformerConfig, axes: ParamAxes, params: Params, convert: 
       convert: calls the conversion of each array.
     """
 
-    def each(of_array: Callable, axes: PyTree, values: PyTree) -> dict[str, Any]:
+    def each(of_array: Callable, axes: PyTree, values: PyTree) -> Any:
         item = lambda names, x: convert(functools.partial(of_array, config, names), x)  # noqa: E731
         return jax.tree.map(item, axes, values, is_leaf=tree.is_axes)
 
@@ -41,10 +42,11 @@ def served(config: TransformerConfig, axes: ParamAxes, params: Params, convert: 
     rest_axes, rest = (with_layers(part, stacks.append) for part in (axes, params))
     of_all = each(_of_stack, *stacks)
     layers = _each_layer(config, of_all)
-    arrays = each(_of_array, rest_axes, rest)
     if "decoder" in params:
+        arrays = each(_of_array, rest_axes, rest)
         return arrays | {"decoder": arrays["decoder"] | {"layers": layers}}
-    return arrays | {"layers": layers}
+    table = each(_of_table, rest_axes.pop("embedding"), rest.pop("embedding"))
+    return each(_of_array, rest_axes, rest) | {"embedding": table, "layers": layers}
 
 
 def served_axes(config: TransformerConfig, axes: ParamAxes, abstract_params: Params) -> ParamAxes:
@@ -80,6 +82,10 @@ def _computed(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
 
 def _of_array(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
     return sharding.constrain(_computed(config, axes, x), axes)
+
+
+def _of_table(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
+    return sharding.constrain(embedding.for_lookups(_computed(config, axes, x)), axes)
 
 
 def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.Array, ...]:

@@ -39,6 +39,8 @@ class _Config(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def embed_dim(self) -> int: ...
+    @property
     def data_kind(self) -> str: ...
 
 
@@ -87,7 +89,7 @@ def check_sizes(ids: Sequence[int], vocab_size: int, data_kind: str, whole: bool
 
 def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The embeddings of the tokens, [B, T, D] in `dtype`."""
-    x_BTD = embedding.lookup(model.embedding[...], tokens_BT, dtype)
+    x_BTD = embedding.columns(embedding.lookup(model.embedding[...], tokens_BT, dtype), model.config.embed_dim)
     rows = getattr(model, ATTRIBUTE, None)
     if rows is None:
         return x_BTD
@@ -100,7 +102,7 @@ def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) 
 
 def table(model: Embedding) -> jax.Array:
     """The embedding [V, D] with the trained rows in it."""
-    whole, rows = model.embedding[...], getattr(model, ATTRIBUTE, None)
+    whole, rows = embedding.columns(model.embedding[...], model.config.embed_dim), getattr(model, ATTRIBUTE, None)
     return whole if rows is None else replaced(whole, rows.rows[...], _ids(model))
 
 

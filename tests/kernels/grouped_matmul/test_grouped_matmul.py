@@ -32,9 +32,10 @@ def platform(request, monkeypatch):
 
 @pytest.mark.standard_promotion  # the kernels that JAX has mix dtypes
 @pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("K, N", [(24, 40), (256, 24)], ids=["by rows", "by columns"])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes, transposed):
-    rows, K, N = 240, 24, 40
+def test_values_and_gradients_are_those_of_one_product_a_group(platform, sizes, K, N, transposed):
+    rows = 240
     tile = row_tile(rows, len(sizes))
     assert tile == {"cpu": 16, "gpu": 16, "tpu": 128}[platform]
     keys = jax.random.split(jax.random.key(0), 3)
@@ -78,6 +79,18 @@ def test_tiles_of_a_tpu_exceed_a_matrix_least(size, width):
     """Of two halves of 768 a tile of 1024 would compute a third more."""
     assert tpu._tiling(512, size, size, jnp.bfloat16) == (512, width, width)
     assert tpu._tiling(512, 1536, 256, jnp.float32) == (512, 512, 256)
+
+
+@pytest.mark.parametrize(
+    "inputs, outputs, tiles",
+    [(2048, 1536, (2048, 768)), (768, 2048, (768, 1024)), (2880, 720, (2880, 384)), (4096, 14_336, (4096, 512))],
+)
+def test_tiles_of_few_rows_have_all_inputs(inputs, outputs, tiles):
+    assert tpu._tiling(128, inputs, outputs, jnp.bfloat16) == (128, *tiles)
+    assert tpu._tiling(128, 14_336, 4096, jnp.bfloat16) == (128, 1024, 1024)
+    least = 2 * (65_536 * inputs + 128 * inputs * outputs + 65_536 * outputs)
+    counts = (65_536, 128, inputs, outputs)
+    assert least < tpu.bytes_moved(*counts, 128) <= tpu.bytes_moved(*counts, 256)
 
 
 COMPILE = """
