@@ -1,4 +1,4 @@
-"""Lowers an engine's step for devices of a topology, so that the compiler can report its memory."""
+"""Lowers an engine's programs for devices of a topology, so that the compiler can report what they need."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from capibara.core.types import PyTree
 from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.programs import programs
-from capibara.inference.sampling.sampler import GREEDY
-from capibara.models.api import Model
+from capibara.inference.sampling.sampler import GREEDY, History, Settings
+from capibara.models.api import Model, ReadBatch
 from capibara.sharding import Rules
 
 
 class Step:
-    """A decode step of all slots, as an engine runs it on this mesh.
+    """A decode step of all slots, and the programs that read a prompt before it, as an engine runs them on this mesh.
 
     Args:
       model: a decoder.
@@ -47,13 +47,42 @@ class Step:
 
     def lower(self) -> jax.stages.Lowered:
         """The lowered program, with donated state, without likeliest tokens."""
-        B, pool = self._slots, self._sizes.pool
-        length = self._sizes.length
-        settings = jax.tree.map(lambda x: self._replicated((B, *x.shape[1:]), x.dtype), GREEDY)
-        table = None if pool is None else self._replicated((B, pool.of_slot(length)), jnp.int32)
-        rows, count = self._replicated((B,), jnp.int32), self._replicated((), jnp.int32)
-        next_ = programs.NextTokens(rows, rows, self._replicated((B, self._words), jnp.uint32))
-        return self._programs.step.lower(self.params, self.state, settings, next_, count, table, 0)
+        B, count = self._slots, self._replicated((), jnp.int32)
+        settings, next_ = self._settings(B), self._next_tokens(B)
+        return self._programs.step.lower(self.params, self.state, settings, next_, count, self._table, 0)
+
+    def lower_prefill(self, tokens: int) -> jax.stages.Lowered:
+        """The lowered program that reads a prompt: (logits, row)."""
+        return self._programs.prefill.lower(self.params, self._batch(tokens))
+
+    def lower_resume(self, row: PyTree, tokens: int) -> jax.stages.Lowered:
+        """The lowered program that reads so many tokens more into a row with a slot's positions: (logits, row)."""
+        return self._programs.resume.lower(self.params, self._batch(tokens), row, self._sizes.length)
+
+    def lower_admit(self, logits: jax.ShapeDtypeStruct, row: PyTree) -> jax.stages.Lowered:
+        """The lowered program that puts a row into a slot, and chooses its next token."""
+        shapes = jax.tree.map(lambda x: self._replicated((1, *x.shape[1:]), x.dtype), self.state["history"])
+        slot, choice = self._replicated((), jnp.int32), (self._settings(1), self._next_tokens(1), History(*shapes))
+        return self._programs.admit.lower(self.state, row, logits, slot, *choice, self._table, 0)
+
+    @property
+    def _table(self) -> jax.ShapeDtypeStruct | None:
+        pool = self._sizes.pool
+        return None if pool is None else self._replicated((self._slots, pool.of_slot(self._sizes.length)), jnp.int32)
+
+    def _settings(self, rows: int) -> Settings:
+        return jax.tree.map(lambda x: self._replicated((rows, *x.shape[1:]), x.dtype), GREEDY)
+
+    def _next_tokens(self, rows: int) -> programs.NextTokens:
+        each = self._replicated((rows,), jnp.int32)
+        return programs.NextTokens(each, each, self._replicated((rows, self._words), jnp.uint32))
+
+    def _batch(self, tokens: int) -> ReadBatch:
+        return {
+            "tokens": self._replicated((1, tokens), jnp.int32),
+            "counts": self._replicated((1,), jnp.int32),
+            "adapters": None,
+        }
 
     def _replicated(self, shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self._mesh, PartitionSpec()))
@@ -71,3 +100,9 @@ def device_bytes(shapes: PyTree) -> int:
     """Bytes of sharded arrays on one device."""
     each = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(shapes))
     return sum(int(np.prod(shape)) * size for shape, size in each)
+
+
+def outputs(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> PyTree:
+    """Shapes and shardings of a compiled program's outputs."""
+    placed = lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of)  # noqa: E731
+    return jax.tree.map(placed, lowered.out_info, compiled.output_shardings)
