@@ -15,7 +15,8 @@ nothing is timed. A row takes one to four minutes on two cores, --mixed as much 
   counts the dearer one: top_k and top_p of all rows.
 - JAX's paged attention kernel is given whole buffers, and reads blocks of 512 positions up to each row's length: it counts
   as that, for rows of `live` tokens (kernels/cached_attention/tpu.bytes_moved). The kernel of experts counts as often as its
-  tiles read rows and matrices (kernels/grouped_matmul/tpu.bytes_moved). What else they take and give is in it.
+  tiles read rows and matrices (kernels/grouped_matmul/tpu.bytes_moved), that of a token's keys and values as the tiles that it
+  reads and writes (kernels/token_writes.bytes_moved). What else they take and give is in it.
 
 --mixed adds a part of a prompt, as the engine reads it between two decode steps: PART tokens of a new prompt, which its slot
 then takes, and as many after KNOWN of a longer one. Its least is every weight once (of the embedding the part's rows), and its
@@ -123,7 +124,6 @@ def _engine(row: Row):
 
 
 def _compiled(lowered: Any, path: str | None) -> dict[str, Any]:
-    from capibara.inference.engine.placement import lowering
     from capibara.planner.compiler import hlo
 
     begin_s = time.perf_counter()
@@ -138,7 +138,7 @@ def _compiled(lowered: Any, path: str | None) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "alias_bytes": memory.alias_size_in_bytes,
         "module": hlo.parse(text),
-        "outputs": lowering.outputs(lowered, compiled),
+        "shardings": compiled.output_shardings,
     }
 
 
@@ -174,6 +174,7 @@ def _experts_bytes(row: Row, sizes, tokens: int) -> dict[str, float]:
 
 def _decoded(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     """Least and compiled bytes of a decode step where every row has `live` tokens."""
+    from capibara.kernels import token_writes
     from capibara.kernels.cached_attention import tpu as paged_attention
     from capibara.planner.compiler import hlo
 
@@ -184,7 +185,8 @@ def _decoded(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
     kernel = paged_attention.bytes_moved(
         [live] * slots, row.page_size or LENGTH, heads, kv_heads, sizes.head_size, whole_rows=not row.page_size
     )
-    known = {paged_attention.NAME: kernel} | _experts_bytes(row, sizes, slots)
+    written = token_writes.bytes_moved(slots, kv_heads, sizes.head_size, 2 if row.cache_dtype == "bfloat16" else 1)
+    known = {paged_attention.NAME: kernel, token_writes.NAME: written} | _experts_bytes(row, sizes, slots)
     greedy, sampled = (hlo.costs(module, kernel_bytes=known, dearest=dearest) for dearest in (False, True))
     return {
         "live": live,
@@ -204,12 +206,14 @@ def _decoded(row: Row, sizes, step, module, live: int) -> dict[str, Any]:
 
 def _mixed(row: Row, sizes, step, decoded: dict[str, Any], hlo_of: Callable[[str], str | None]) -> list[dict[str, Any]]:
     """Of a decode step and a part of a prompt, which begins or continues it: least and compiled bytes."""
+    from capibara.inference.engine.placement import lowering
     from capibara.planner.compiler import hlo
 
-    prefill = _compiled(step.lower_prefill(PART), hlo_of("prefill"))
-    admit = _compiled(step.lower_admit(*prefill["outputs"]), hlo_of("admit"))
-    before = _compiled(step.lower_prefill(KNOWN), None)["outputs"][1]
-    resume = _compiled(step.lower_resume(before, PART), hlo_of("resume"))
+    first = step.lower_prefill(PART)
+    prefill = _compiled(first, hlo_of("prefill"))
+    outputs, before = (lowering.outputs(of, prefill["shardings"]) for of in (first, step.lower_prefill(KNOWN)))
+    admit = _compiled(step.lower_admit(*outputs), hlo_of("admit"))
+    resume = _compiled(step.lower_resume(before[1], PART), hlo_of("resume"))
     result = []
     for known, programs in ((0, (prefill, admit)), (KNOWN, (resume,))):
         tokens = sum(PART + min(known, window or known) for window in sizes.windows)

@@ -1,7 +1,7 @@
 """Writes keys and values of new tokens into a cache: rows [B, K, S, ...] or pages of a pool [pages, K, P, ...].
 
 The references are one scatter. XLA's CPU back end compiles a scatter to a slow scalar loop, so there few tokens are
-written one by one.
+written one by one. On TPU a kernel writes where XLA would move whole rows (token_writes).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from capibara import sharding
+from capibara.kernels import token_writes
 
 _WRITTEN_APART = 32  # most tokens that are written one by one
 
@@ -18,6 +19,8 @@ def append(old_BKSx: jax.Array, new_RKx: jax.Array, index_R: jax.Array, slots_R:
     """Writes one token into each of R rows, at these indices; `slots_R` None: into each row of the cache."""
     if slots_R is not None or _one_by_one(len(index_R)):
         return _append_row_by_row(old_BKSx, new_RKx, index_R, slots_R)
+    if token_writes.supported(old_BKSx):
+        return token_writes.append(old_BKSx, new_RKx, index_R)
     return append_reference(old_BKSx, new_RKx, index_R)
 
 

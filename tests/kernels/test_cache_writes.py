@@ -1,9 +1,12 @@
 """Tokens are written at their indices, one by one or by a scatter."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from capibara import sharding
 from capibara.kernels import cache_writes
@@ -42,6 +45,35 @@ def test_tokens_in_pages(platform, dtype, rest):
     write = jax.jit(lambda *arrays: cache_writes.into_pages(*arrays))
     np.testing.assert_array_equal(write(pool, new, page, offset), want)
     assert ("scatter" in write.lower(pool, new, page, offset).as_text()) == (platform == "tpu")
+
+
+@pytest.mark.parametrize("mesh", [None, dict(data=2, tensor=2)], ids=["one device", "mesh"])
+@pytest.mark.parametrize("dtype, tokens, size", [("int8", 64, 128), ("float32", 16, 128), ("bfloat16", 256, 64)])
+def test_a_kernel_writes_what_xla_attends_to_on_a_tpu(platform, dtype, tokens, size, mesh, monkeypatch):
+    """In whole tiles, of tokens in lanes where heads do not fill them."""
+    if platform == "cpu":
+        return
+    old, new = drawn(dtype, 4, K, tokens, size), drawn(dtype, 4, K, size, seed=1)
+    index = np.array([tokens - 1, 0, 7, tokens // 2], np.int32)
+    want = np.array(old)
+    want[np.arange(4), :, index] = new
+    plan = sharding.Plan(batch_size=4, fsdp=1, **mesh or {})
+    active = sharding.make_mesh(plan, jax.devices()[:4]) if mesh else None
+
+    @jax.jit
+    def write(*arrays):
+        with sharding.activate(active, plan.rules) if mesh else contextlib.nullcontext():
+            return cache_writes.append(*arrays)
+
+    with pltpu.force_tpu_interpret_mode():
+        assert "pallas_call" in str(jax.make_jaxpr(write)(old, new, index))
+        np.testing.assert_array_equal(write(old, new, index), want)
+
+
+@pytest.mark.parametrize("dtype, tokens, size", [("int8", 48, 128), ("bfloat16", 192, 64), ("bfloat16", 64, 128)])
+def test_no_kernel_writes_where_xla_would_turn_the_cache_or_a_kernel_reads_it(platform, dtype, tokens, size):
+    old, new = drawn(dtype, 4, K, tokens, size), drawn(dtype, 4, K, size, seed=1)
+    assert "pallas_call" not in str(jax.make_jaxpr(cache_writes.append)(old, new, np.zeros(4, np.int32)))
 
 
 def test_many_tokens_are_one_scatter_on_a_cpu_too():

@@ -55,7 +55,11 @@ SHORT = [
     ("v6e-4", dict(tensor=4), "encoder-decoder", "rows"),
 ]
 # What partitions by hand -> a model and a cache whose programs have it.
-WITHIN = {"kernels/cached_attention/tpu.py attend": ("decoder", "pages")}
+WITHIN = {
+    "kernels/cached_attention/tpu.py attend": ("decoder", "pages"),
+    "kernels/token_writes.py append": ("decoder", "int8"),
+    "kernels/token_writes.py _append": ("decoder", "int8"),
+}
 
 
 def cases():
@@ -170,7 +174,7 @@ class Abstract:
         asked = beam_search.BeamRequests(self.here(rows), self.here(rows), self.here(rows, 1), scalar, scalar)
         state, _ = self.run("begin", served, self.batch(rows), asked)
         state, _ = self.run("advance", served, state, asked, self.here())
-        self.run("found", state)
+        self.run("results", state)
         return state
 
     def all(self):

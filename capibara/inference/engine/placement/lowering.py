@@ -102,7 +102,7 @@ def device_bytes(shapes: PyTree) -> int:
     return sum(int(np.prod(shape)) * size for shape, size in each)
 
 
-def outputs(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> PyTree:
-    """Shapes and shardings of a compiled program's outputs."""
+def outputs(lowered: jax.stages.Lowered, shardings: PyTree) -> PyTree:
+    """Shapes of a program's outputs, with shardings that the compiler gave them."""
     placed = lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of)  # noqa: E731
-    return jax.tree.map(placed, lowered.out_info, compiled.output_shardings)
+    return jax.tree.map(placed, lowered.out_info, shardings)
