@@ -326,7 +326,7 @@ def _placed(
         if isinstance(weight, Transposed):
             of_weights[name], specs[name] = weight, P(experts, None, hidden)
             continue
-        spec = P(experts, hidden) if down or name in _HIDDEN_BIASES else P(experts, None, hidden)
+        spec = P(experts, hidden) if down or name.endswith("_bias") else P(experts, None, hidden)
         of_weights[name], specs[name] = placed(weight, spec, axes.hidden, shards, hidden_inputs=down)
     return of_weights, specs
 

@@ -41,6 +41,7 @@ def test_a_recomputed_layer_does_not_need_the_results_of_experts(monkeypatch):
         pytest.param(dict(fsdp=2, expert=2, context=2), {}, marks=pytest.mark.heavy),
         pytest.param(dict(fsdp=4), {"bias": "all", "activation": "clamped_swiglu"}, marks=pytest.mark.heavy),
         pytest.param(dict(fsdp=4), {"activation": "gelu"}, marks=pytest.mark.heavy),
+        pytest.param(dict(fsdp=4), {"activation": "geglu"}, marks=pytest.mark.heavy),
     ],
     ids=str,
 )
