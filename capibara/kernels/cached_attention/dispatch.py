@@ -33,6 +33,8 @@ def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: Attention
     on_cpu, (B, T, *_) = sharding.platform() == "cpu", q_BTNH.shape
     if T == 1 and _one_by_one() and cpu.block_size(capacity) is not None:
         return cpu.attend_blocks(q_BTNH, rows, seen, spec)
+    if (parts := tpu.parts(q_BTNH, rows.k_BKSH)) > 1:
+        return reference.attend_in_parts(q_BTNH, rows, seen, spec, parts)
     return (cpu.attend_one if on_cpu and B == T == 1 else reference.attend_rows)(q_BTNH, rows, seen, spec)
 
 

@@ -92,6 +92,22 @@ def attend_rows(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: Attention
     return attend_by(q_BTNH, scores, mixed, k_BKSH.shape[1], seen, spec, rows.scales)
 
 
+def attend_in_parts(q_BTNH: jax.Array, rows: Rows, seen: Visibility, spec: AttentionSpec, parts: int) -> jax.Array:
+    """`attend_rows` for one part of the queries after the other; `parts` divides their number."""
+
+    def part(x: jax.Array | None, axis: int) -> jax.Array | None:
+        if x is None:
+            return None
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], parts, -1, *x.shape[axis + 1 :]), axis, 0)
+
+    def attend(of_part: tuple[jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        q, visible, bias = of_part
+        return attend_rows(q, rows, Visibility(visible, bias, None, seen.sinks_N), spec)
+
+    y = jax.lax.map(attend, (part(q_BTNH, 1), part(seen.visible_BTS, 1), part(seen.bias_BNTS, 2)))
+    return jnp.moveaxis(y, 0, 1).reshape(q_BTNH.shape)
+
+
 def rows_of(pages: Pages) -> Rows:
     """The pages of each row, concatenated; unwritten values are 0."""
     scales = scales_of(pages)

@@ -26,6 +26,7 @@ NAME = "paged_attention"
 BLOCK = 512
 """Most tokens that it reads at a time; it reads a row's last block whole."""
 
+_SCORES_BYTES = 32 * 2**20  # of a part of the queries: of 128 MiB of VMEM, with weights, keys and values
 _MOST_PAGES = 2**17  # of all rows and heads on a device: their numbers fill half of its scalar memory
 _LANES, _SUBLANES = 128, 16  # of a bfloat16 tile
 
@@ -83,6 +84,21 @@ def attend(
         check_vma=False,
     )
     return sharded(q_BTNH, keys, values, lengths_B, table_BM)
+
+
+def parts(q_BTNH: jax.Array, keys_BKSH: jax.Array) -> int:
+    """Into how many parts to cut the queries of a prompt, so that XLA can leave the scores of each on the chip; 1 elsewhere.
+
+    Scores of 512 queries over 2,560 keys of Llama 3.1 8B take 168 MB in each layer, more than VMEM: a part of a prompt on v6e-1 moved
+    26.2 GB for 15.2 GB.
+    """
+    (B, T, N, _), (K, S) = q_BTNH.shape, keys_BKSH.shape[1:3]
+    if sharding.platform() != "tpu" or T == 1:
+        return 1
+    scores = B * N * T * S * 4 // _shards(B, K)
+    return next(
+        count for count in range(1, T + 1) if T % count == 0 and (scores <= count * _SCORES_BYTES or count == T)
+    )
 
 
 def _axes(
