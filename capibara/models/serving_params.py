@@ -12,8 +12,8 @@ import jax
 from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import ParamAxes, Params, PyTree
+from capibara.kernels import lookup_tables
 from capibara.kernels.matmul.quantized import Quantization
-from capibara.models.layers import embedding
 from capibara.models.parts.config import TransformerConfig
 
 Axes = tuple[str, ...]
@@ -85,7 +85,7 @@ def _of_array(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
 
 
 def _of_table(config: TransformerConfig, axes: Axes, x: jax.Array) -> jax.Array:
-    return sharding.constrain(embedding.for_lookups(_computed(config, axes, x)), axes)
+    return sharding.constrain(lookup_tables.for_lookups(_computed(config, axes, x)), axes)
 
 
 def _of_stack(config: TransformerConfig, axes: Axes, x: jax.Array) -> tuple[jax.Array, ...]:

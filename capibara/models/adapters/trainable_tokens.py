@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from capibara.core.types import UserError
+from capibara.kernels import lookup_tables
 from capibara.models.layers import embedding
 
 ATTRIBUTE, PART = "embedding_lora", "rows"
@@ -89,7 +90,7 @@ def check_sizes(ids: Sequence[int], vocab_size: int, data_kind: str, whole: bool
 
 def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The embeddings of the tokens, [B, T, D] in `dtype`."""
-    x_BTD = embedding.columns(embedding.lookup(model.embedding[...], tokens_BT, dtype), model.config.embed_dim)
+    x_BTD = lookup_tables.columns(embedding.lookup(model.embedding[...], tokens_BT, dtype), model.config.embed_dim)
     rows = getattr(model, ATTRIBUTE, None)
     if rows is None:
         return x_BTD
@@ -102,7 +103,7 @@ def lookup(model: Embedding, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike) 
 
 def table(model: Embedding) -> jax.Array:
     """The embedding [V, D] with the trained rows in it."""
-    whole, rows = embedding.columns(model.embedding[...], model.config.embed_dim), getattr(model, ATTRIBUTE, None)
+    whole, rows = lookup_tables.columns(model.embedding[...], model.config.embed_dim), getattr(model, ATTRIBUTE, None)
     return whole if rows is None else replaced(whole, rows.rows[...], _ids(model))
 
 

@@ -62,8 +62,10 @@ class Step:
     def lower_admit(self, logits: jax.ShapeDtypeStruct, row: PyTree) -> jax.stages.Lowered:
         """The lowered program that puts a row into a slot, and chooses its next token."""
         shapes = jax.tree.map(lambda x: self._replicated((1, *x.shape[1:]), x.dtype), self.state["history"])
-        slot, choice = self._replicated((), jnp.int32), (self._settings(1), self._next_tokens(1), History(*shapes))
-        return self._programs.admit.lower(self.state, row, logits, slot, *choice, self._table, 0)
+        slot, settings, next_ = self._replicated((), jnp.int32), self._settings(1), self._next_tokens(1)
+        return self._programs.admit.lower(
+            self.state, row, logits, slot, settings, next_, History(*shapes), self._table, 0
+        )
 
     @property
     def _table(self) -> jax.ShapeDtypeStruct | None:
