@@ -15,7 +15,7 @@ from capibara.inference.engine.cache.batching import EngineConfig
 from capibara.inference.engine.placement import footprint
 from capibara.inference.engine.programs import programs
 from capibara.inference.sampling.sampler import GREEDY, History, Settings
-from capibara.models.api import Model, ReadBatch
+from capibara.models.api import Model
 from capibara.sharding import Rules
 
 
@@ -79,7 +79,7 @@ class Step:
         each = self._replicated((rows,), jnp.int32)
         return programs.NextTokens(each, each, self._replicated((rows, self._words), jnp.uint32))
 
-    def _batch(self, tokens: int) -> ReadBatch:
+    def _batch(self, tokens: int) -> dict[str, jax.ShapeDtypeStruct | None]:
         return {
             "tokens": self._replicated((1, tokens), jnp.int32),
             "counts": self._replicated((1,), jnp.int32),
