@@ -45,7 +45,7 @@ from capibara.models.architectures.registry import (
 from capibara.models.architectures.zamba.config import ZambaConfig
 from capibara.models.architectures.zamba.model import Zamba
 from capibara.models.cache import paged, selection
-from capibara.models.cache.dense import Cache, PrefillInputs, put_rows
+from capibara.models.cache.dense import Cache, Packed, PrefillInputs, put_rows
 from capibara.models.cache.paged import capacity
 from capibara.models.layers import rope, stack, usage
 from capibara.models.layers.layers import sine_table
@@ -111,6 +111,7 @@ __all__ = [
     "Mtp",
     "MtpMlp",
     "Multipliers",
+    "Packed",
     "PrefillInputs",
     "Quantization",
     "RgLru",
@@ -299,8 +300,7 @@ class Model:
         Args:
           params: parameters, or the result of `serving`.
           batch: `tokens` [B, T], right-padded, and `counts` [B], the number of real tokens in each row (at least 1); for
-            an encoder-decoder also the encoder's entries. With `documents` and `ends` a row has several prompts, and the
-            logits are those after each. See ReadBatch for `inputs` and `adapters`, which may be left out.
+            an encoder-decoder also the encoder's entries. See ReadBatch for those that may be left out.
           cache: made by `start_cache`.
 
         Returns:
@@ -309,7 +309,7 @@ class Model:
         return self._last(params, batch, cache, is_prefill=True)
 
     def resume(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Like `prefill`, for rows whose first tokens are in the cache already."""
+        """Like `prefill`, for rows whose first tokens are in the cache already; with `packed`, the logits are those after its ends."""
         return self._last(params, batch, cache, is_prefill=False)
 
     def extend(self, params: Params, batch: ReadBatch, cache: Cache) -> tuple[jax.Array, jax.Array, Cache]:
@@ -328,7 +328,8 @@ class Model:
     def _last(self, params: Params, batch: ReadBatch, cache: Cache, *, is_prefill: bool) -> tuple[jax.Array, Cache]:
         assert self.read is not None, _PREDICTS
         hidden, cache = self.read(params, batch, cache, is_prefill)
-        hidden = hidden[0, batch["ends"], None] if "ends" in batch else hidden
+        if packed := batch.get("packed"):
+            hidden = hidden[packed.ends]
         if hidden.shape[1] > 1:
             last_B11 = (jnp.asarray(batch["counts"]) - 1)[:, None, None]
             hidden = jnp.take_along_axis(hidden, last_B11, axis=1)

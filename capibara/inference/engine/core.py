@@ -22,7 +22,7 @@ from capibara.inference.engine.requests.faults import contained
 from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
-from capibara.inference.engine.runner.prefill import PrefillQueue
+from capibara.inference.engine.runner.mixed import MixedQueue, MixedSteps, Piece
 from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
@@ -49,7 +49,7 @@ class EngineCore:
       pages: shared by the slots; None: each slot has memory for its whole length.
       schedule: number of tokens per step.
       reads_in_slot: whether the parts of long prompts are read into their slots.
-      packs: whether prompts of any lengths are read in one row.
+      mixed: steps that read prompts beside the next tokens of texts; None: none are made.
       prefill_tokens: most prompt tokens to read between decode steps.
       compiler: compiles programs while others run.
       on_mesh: whether the parameters are on a mesh.
@@ -105,13 +105,18 @@ class EngineCore:
         self.reads_in_slot = self.pages is not None and mesh is None and reads_in_slot(model)
         self.prefill_tokens = config.prefill_tokens or (PART_TOKENS if self.reads_in_slot else PREFILL_TOKENS)
         most = max(self.prefill_tokens, length) if whole else self.prefill_tokens
-        self.packs = self.reads_in_slot and encoder_length is None and packs(model, config)
-        batches = PromptBatches(self.adapters, length, most, whole, encoder_length is not None, self.packs)
+        batches = PromptBatches(self.adapters, length, most, whole, encoder_length is not None)
         self.prompts = PromptPrograms(
             compiled, self.params, self.runner, batches, most, self.reads_in_slot, self.compiler
         )
-        self.prefill = PrefillQueue(
-            compiled, config.slots, most, prefixes, batches, self.prompts,
+        self.mixed = None
+        if self.reads_in_slot and encoder_length is None and packs(model, config):
+            self.mixed = MixedSteps(
+                self.runner, self.params, self.adapters, self.pages, config.slots, model.config.vocab_size, most,
+                self.compiler,
+            )  # fmt: skip
+        self.prefill = MixedQueue(
+            compiled, 1 if self.mixed else config.slots, most, prefixes, batches, self.prompts,
             self.runner if self.reads_in_slot else None, whole=whole,
         )  # fmt: skip
         self._searcher = BeamSearcher(model, usable, sizes, mesh, rules)
@@ -137,7 +142,8 @@ class EngineCore:
             # Noticing an end late would cost a whole program, and leave its slot unused.
             self.scheduler.receive(0)
         self.scheduler.admit()
-        read = self._read_prompts()
+        mixed = self.mixed if self._mixes() else None
+        read = False if mixed else self._read_prompts()
         if self._draft_tokens or any(
             request.requested in request.forced or request.restricted or request.row_length > self._length
             for _, request in self.scheduler.active
@@ -147,13 +153,31 @@ class EngineCore:
             read |= self._refill()
         active = [(slot, item) for slot, item in self.scheduler.active if item.row_length <= self._length]
         allowed = self.schedule.allowed() if allowed is None else allowed
-        one_by_one = self.prefill.pending or any(request.restricted for _, request in active)
+        one_by_one = mixed or self.prefill.pending or any(request.restricted for _, request in active)
         count = 1 if one_by_one else self.schedule.tokens((item for _, item in active), allowed)
         active, count = self.scheduler.reserve(active, count)
-        if active:
+        pieces = self.prefill.pieces(mixed.room(len(active))) if mixed else []
+        if mixed and pieces:
+            read |= self._mix(mixed, active, pieces)
+        elif active:
             self._decode(active, count)
-        self.scheduler.receive(1 if active else 0)
+        self.scheduler.receive(1 if active or pieces else 0)
         return bool(read or active or had or searched)
+
+    def _mixes(self) -> bool:
+        """Whether prompts are read beside the next tokens of texts in this step."""
+        texts = self.scheduler.active
+        return self.mixed is not None and self.prefill.mixes(texts) and self.mixed.compiled
+
+    def _mix(self, mixed: MixedSteps, active: Sequence[tuple[int, Request]], pieces: Sequence[Piece]) -> bool:
+        """Reads pieces of prompts, and requests a token for each active row and each prompt that ends."""
+        done = mixed.run(active, pieces)
+        for piece in pieces:
+            if piece.ends:
+                self.prefill.share(piece.request)
+        self._free(done)
+        self.scheduler.free_failed()
+        return True
 
     def _search(self) -> bool:
         """Runs requested beam searches; returns whether there were any."""
@@ -251,10 +275,13 @@ def reads_in_slot(model: Model) -> bool:
 
 
 def packs(model: Model, config: EngineConfig) -> bool:
-    """Whether prompts can be packed into a row.
+    """Whether prompts can be read beside the next tokens of texts, several in a step.
 
-    Latent keys, 8-bit caches and blocks of users are not read by documents, and the tokens of a row share the capacity of its experts.
+    Latent keys, 8-bit caches and blocks of users are not read so, tokens of a step would share the capacity of its experts, and
+    drafts are verified in steps of their own.
     """
+    if config.draft_tokens:
+        return False
     plain, moe = model.config.latent is None and model.config.block_sizes is None, model.config.moe
     plain = plain and packs_prompts(model.config)
     return plain and not (moe is not None and moe.has_capacity) and config.cache_dtype is not CacheDtype.INT8

@@ -39,7 +39,9 @@ def warm_up(
       background: whether only the first are compiled here, and the others after the engine has started.
     """
     settings_of([_GREEDY])  # its random key is computed by programs, too
-    shapes = batching.prompt_shapes(config, length, encodes, core.prefill_tokens, core.reads_in_slot, core.packs)
+    shapes = batching.prompt_shapes(
+        config, length, encodes, core.prefill_tokens, core.reads_in_slot, core.mixed is not None
+    )
     step = lambda *how: step_task(core.runner, core.params, *how)  # noqa: E731
     first, rest = [step(0)], list[Task]()
     few = [] if core.on_mesh else [step(0, size) for size in step_rows.sizes_of(config.slots)]
@@ -50,7 +52,8 @@ def warm_up(
         requests = [request_of([1] * size, _GREEDY, lambda: False, **options) for _ in range(rows)]
         tasks = core.prompts.of_prompt(requests[0], None) if rows == 1 else [core.prompts.together(requests)]
         (first if rows == 1 and size <= PART_TOKENS and not likeliest else rest).extend(tasks)
-    rest = [*few, *_of_prefixes(core, length), *rest, step(LIKELIEST)]
+    mixed = core.mixed.tasks if core.mixed else []
+    rest = [*few, *mixed, *_of_prefixes(core, length), *rest, step(LIKELIEST)]
     if not background or core.on_mesh:
         first, rest = [*first, *rest], []
     for done, task in enumerate(first):

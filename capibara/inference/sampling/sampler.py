@@ -11,6 +11,7 @@ import numpy as np
 
 from capibara.inference.sampling.sampling import Sampling
 from capibara.kernels.argmax import argmax
+from capibara.kernels.slots import take
 
 
 class Settings(NamedTuple):
@@ -49,11 +50,30 @@ class History(NamedTuple):
     counts: Any
     bias: Any
 
-    def with_tokens(self, tokens_B: jax.Array) -> History:
-        """With one more token in each row's text."""
-        rows = jnp.arange(len(tokens_B), dtype=jnp.int32)
-        seen, counts = self.seen.at[rows, tokens_B].set(True), self.counts.at[rows, tokens_B].add(1)
-        return History(seen, counts, self.bias)
+    def with_tokens(self, tokens_R: jax.Array, rows_R: jax.Array | None = None) -> History:
+        """With one more token in the texts of these rows, those outside left out; None: of each row."""
+        rows_R = jnp.arange(len(tokens_R), dtype=jnp.int32) if rows_R is None else rows_R
+        seen = self.seen.at[rows_R, tokens_R].set(True, mode="drop")
+        return History(seen, self.counts.at[rows_R, tokens_R].add(1, mode="drop"), self.bias)
+
+
+class HistoryOfSlots:
+    """The rows of a history that some slots have; copied where they are read, since most texts need none of it."""
+
+    def __init__(self, history: History, slots_R: jax.Array):
+        self._history, self._slots_R = history, slots_R
+
+    @property
+    def seen(self) -> jax.Array:
+        return take(self._history.seen, self._slots_R)
+
+    @property
+    def counts(self) -> jax.Array:
+        return take(self._history.counts, self._slots_R)
+
+    @property
+    def bias(self) -> jax.Array:
+        return take(self._history.bias, self._slots_R)
 
 
 GREEDY = Settings(
@@ -91,12 +111,17 @@ def settings_of(samplings: Sequence[Sampling]) -> Settings:
         presence=column(np.float32, (s.presence_penalty for s in samplings)),
         frequency=column(np.float32, (s.frequency_penalty for s in samplings)),
         biased=column(np.bool_, (bool(s.logit_bias or s.allowed_ids or s.bad_words) for s in samplings)),
-        key=np.stack([np.asarray(jax.random.key_data(jax.random.key(s.seed))) for s in samplings]),
+        key=np.array([_key_words(s.seed) for s in samplings], np.uint32).reshape(-1, 2),
     )
 
 
+def _key_words(seed: int) -> tuple[int, int]:
+    """The words of jax.random.key(seed), which would be computed behind the programs that the devices already have."""
+    return 0, seed & 0xFFFFFFFF
+
+
 def choose(
-    logits_BV: jax.Array, settings: Settings, index_B: jax.Array, history: History | None = None
+    logits_BV: jax.Array, settings: Settings, index_B: jax.Array, history: History | HistoryOfSlots | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses a token id for every row, int32 [B]; also returns its log probability, float32 [B].
 
@@ -132,7 +157,7 @@ def choose(
     return jnp.where(draws_B, tokens_B, greedy_B), jnp.where(draws_B, log_p_B, certain_B)
 
 
-def _penalised(logits_BV: jax.Array, settings: Settings, history: History) -> jax.Array:
+def _penalised(logits_BV: jax.Array, settings: Settings, history: History | HistoryOfSlots) -> jax.Array:
     """The logits with the rows' bias and penalties."""
     additive_B = (jnp.asarray(settings.presence) != 0) | (jnp.asarray(settings.frequency) != 0)
 
@@ -145,8 +170,12 @@ def _penalised(logits_BV: jax.Array, settings: Settings, history: History) -> ja
         present_BV = (history.counts > 0).astype(jnp.float32)
         return logits_BV - settings.frequency[:, None] * counts_BV - settings.presence[:, None] * present_BV
 
+    def biased(logits_BV: jax.Array) -> jax.Array:
+        # A slot whose text has none may still have that of an earlier text.
+        return logits_BV + jnp.where(jnp.asarray(settings.biased)[:, None], history.bias, 0.0)
+
     steps = (
-        (settings.biased, lambda logits_BV: logits_BV + history.bias),
+        (settings.biased, biased),
         (settings.penalty != 1, repeated),
         (additive_B, counted),
     )

@@ -646,7 +646,7 @@ class Decoder(DecoderBase, Predicting):
           is_prefill: whether the cache is empty.
         """
         config = self.config
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill, batch.get("documents"))
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill, batch.get("packed"))
         whole: dict[str, Any] = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.segments}
         if config.inputs_attention is InputsAttention.BIDIRECTIONAL:
             # Later tokens attend to the prefix causally.
@@ -656,7 +656,7 @@ class Decoder(DecoderBase, Predicting):
         of_layers: list[dense.LayerCache] = []
         blocks = self._shared_blocks()
         shared = Shared(
-            bias=self._bias(x.shape[1]) if is_prefill else None,
+            bias=self._bias(x.shape[1] if now.packed is None else len(x)) if is_prefill or now.packed else None,
             bias_at=self._bias_at,
             shares_LK=self._shares if config.has_gates else None,
         )

@@ -10,7 +10,7 @@ from flax import nnx
 
 from capibara.core.types import Batch, Params, UserError
 from capibara.models.adapters.unmerged import BatchAdapters
-from capibara.models.cache.dense import Cache, LayerCache, PrefillInputs
+from capibara.models.cache.dense import Cache, LayerCache, Packed, PrefillInputs
 from capibara.models.layers.stack import Stats
 from capibara.models.parts.config import TransformerConfig
 from capibara.sharding import RematPolicy
@@ -24,9 +24,7 @@ class ReadBatch(TypedDict, total=False):
       counts: [B], the real tokens of each row.
       inputs: [B], of a prefill of a prefix LM: the length of the prefix; without it all tokens.
       adapters: which adapter each row has; None: no row has one.
-      documents: [B, T], of a prefill of several prompts packed into a row: their numbers, from 1; 0 for padding. `counts` are then
-        the tokens of all of them, and positions begin at 0 in each.
-      ends: [N], of one such row: where each prompt's last token is.
+      packed: says what rows of one token each are, where some are tokens of one prompt; None: each is a text of its own.
       encoded: [B, S, D], the encoder's output; without it the encoder reads its entries of the batch.
     """
 
@@ -34,8 +32,7 @@ class ReadBatch(TypedDict, total=False):
     counts: Required[jax.Array]
     inputs: jax.Array
     adapters: BatchAdapters | None
-    documents: jax.Array
-    ends: jax.Array
+    packed: Packed | None
     encoded: jax.Array
     encoder_tokens: jax.Array
     encoder_segment_ids: jax.Array

@@ -22,7 +22,6 @@ from capibara.kernels import cache_writes
 from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch as cached_attention
 from capibara.kernels.slots import put, take
-from capibara.models.layers.layers import counted
 from capibara.sharding import constrain
 
 STATE = "state"
@@ -50,6 +49,22 @@ class Heads(Protocol):
     def cached_heads(self) -> tuple[int, int]: ...
 
 
+class Packed(NamedTuple):
+    """What N rows of one token each are: the next tokens of some texts, and then those of prompts, one after the other.
+
+    Attributes:
+      documents: [N] int32, the number of each token's prompt, from 1; 0: the next token of a text, or padding.
+      ends: [S] int32, the tokens after which logits are needed. At most the first S tokens are texts'.
+      length: [1] int32, tokens of the first prompt that are in its pages already; the other prompts begin here.
+      table: [1, M] int32, the pages of the first prompt.
+    """
+
+    documents: jax.Array
+    ends: jax.Array
+    length: jax.Array
+    table: jax.Array
+
+
 class PrefillInputs(NamedTuple):
     """The tokens to read now, right-padded to T: a prefill, a later chunk of one, or one token a row in a decode step.
 
@@ -58,14 +73,14 @@ class PrefillInputs(NamedTuple):
       counts: [B] tokens to read now.
       positions: [B, T] positions of these tokens.
       is_prefill: whether the cache is empty for every row. A Python bool: it decides what is compiled.
-      documents: [B, T] numbers of the prompts that a prefill reads in one row, 0 for padding; None: one prompt a row.
+      packed: what the rows are, where some are tokens of one prompt; None: each row is a text of its own.
     """
 
     lengths: jax.Array
     counts: jax.Array
     positions: jax.Array
     is_prefill: bool
-    documents: jax.Array | None = None
+    packed: Packed | None = None
 
     @property
     def real(self) -> jax.Array:
@@ -74,17 +89,16 @@ class PrefillInputs(NamedTuple):
 
     @property
     def segments(self) -> jax.Array:
-        """[B, T] int32: tokens of a prefill see those of the same number, which is 0 for padding."""
-        return self.real.astype(jnp.int32) if self.documents is None else self.documents
+        """[B, T] int32: 1 for real tokens, 0 for padding."""
+        return self.real.astype(jnp.int32)
 
 
 def prefill_inputs(
-    tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool, documents_BT: jax.Array | None = None
+    tokens_BT: jax.Array, counts_B: jax.Array, cache: Cache, is_prefill: bool, packed: Packed | None = None
 ) -> PrefillInputs:
-    """Describes the next `counts` tokens of each row of a cache; `documents`, as in PrefillInputs, begin at position 0."""
-    steps = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-    positions = cache["lengths"][:, None] + steps if documents_BT is None else counted(documents_BT)
-    return PrefillInputs(cache["lengths"], counts_B, positions, is_prefill, documents_BT)
+    """Describes the next `counts` tokens of each row of a cache; see PrefillInputs."""
+    positions = cache["lengths"][:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    return PrefillInputs(cache["lengths"], jnp.asarray(counts_B), positions, is_prefill, packed)
 
 
 def empty_layer(
@@ -161,12 +175,12 @@ def rows_of(layer: LayerCache) -> LayerCache:
 
 
 def as_cached(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values as the layer's cache will return them, in their own dtypes.
+    """Keys and values as the layer's cache, of rows or pages, will return them, in their own dtypes.
 
     Tokens that are read together then see the same keys and values as later tokens do, so the generated text does not
     depend on how the prompt was split.
     """
-    dtype = layer["key"].dtype
+    dtype = layer["key" if "key" in layer else "key_pages"].dtype
     if dtype == jnp.int8:
         new = as_stored(dtype, k_BTKH, v_BTKH)
         retained = [new[name].astype(jnp.float32) * new[f"{name}_scale"][..., None] for name in ("key", "value")]

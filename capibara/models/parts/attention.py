@@ -280,6 +280,9 @@ def attend_cached(
     in_pages = paged.is_paged(layer)
     if written is None:
         written = paged.write(layer, k, v, now) if in_pages else dense.write(layer, k, v, now, sinks)
+    if now.packed is not None:
+        heads = Heads(q, *dense.as_cached(layer, k, v), sinks_N)
+        return _attend_packed(config, heads, written, now, now.packed, kind, bias_NTS, bias_at), written
     if now.is_prefill and not dense.attends_quantized_cache(layer, q):
         segments = now.segments
         if kind.in_blocks:
@@ -294,6 +297,39 @@ def attend_cached(
     if in_pages:
         return paged.attend(q, written, kind, now, bias_at, sinks_N), written
     return dense.attend(q, written, layer, (k, v), kind, now, bias_at, prefix_BT, sinks_N, sinks), written
+
+
+def _attend_packed(
+    config: TransformerConfig,
+    heads: Heads,
+    written: dense.LayerCache,
+    now: dense.PrefillInputs,
+    packed: dense.Packed,
+    kind: AttentionSpec,
+    bias_NTS: jax.Array | None,
+    bias_at: dense.PositionBias | None,
+) -> jax.Array:
+    """Attention [N, 1, ...] of next tokens of texts to their pages, and of prompts to themselves and the first one's pages."""
+    S = len(packed.ends)
+    text_S = packed.documents[:S] == 0
+    of_text = lambda x_N: jnp.where(text_S, x_N[:S], 0)  # noqa: E731
+    texts = now._replace(lengths=of_text(now.lengths), counts=of_text(now.counts), positions=now.positions[:S])
+    of_texts = written | {"table": written["table"][:S]}
+    y_S1NH = paged.attend(heads.q_BTNH[:S], of_texts, kind, texts, bias_at, heads.sinks_N)
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in heads[:3])
+    documents = packed.documents[None]
+    inputs = AttentionInputs(q, k, v, documents, documents, bias_NTS=bias_NTS, sinks_N=heads.sinks_N)
+    y = attend(inputs, kind, config.attention)
+
+    def with_pages() -> jax.Array:
+        is_first = documents == 1
+        count = jnp.sum(is_first, axis=1, dtype=jnp.int32)
+        first = now._replace(lengths=packed.length, counts=count, positions=now.positions.T)
+        of_first = paged.attend(q, written | {"table": packed.table}, kind, first, bias_at, heads.sinks_N)
+        return jnp.where(is_first[..., None, None], of_first, y)
+
+    y = jnp.swapaxes(jax.lax.cond(packed.length[0] > 0, with_pages, lambda: y), 0, 1)
+    return y.at[:S].set(jnp.where(text_S[:, None, None, None], y_S1NH, y[:S]))
 
 
 def _attend_by_heads(

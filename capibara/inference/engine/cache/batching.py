@@ -12,8 +12,10 @@ from capibara.core.types import UserError
 SMALLEST_BUCKET = 32
 PREFILL_TOKENS, PART_TOKENS = 1024, 128
 """Prompt tokens to read between decode steps; and where parts of a prompt are read into its slot, on a CPU."""
-PACKED_PROMPTS = 8
-"""Most prompts in a row; their logits are computed for so many."""
+LEAST_PART = 16
+"""A prompt that does not fit among the tokens of a step is cut if so many tokens of it do."""
+MIXED_ROWS = 8
+"""Slots of the smaller of the two programs that read prompts beside the next tokens of texts."""
 
 
 class WhenFull(enum.StrEnum):
@@ -180,8 +182,32 @@ def buckets(length: int) -> list[int]:
     return sizes
 
 
+def mixed_shapes(slots: int, tokens: int) -> list[tuple[int, int]]:
+    """(tokens, slots) of the programs that read prompts beside the next tokens of texts.
+
+    A step of few slots has as many tokens as a part of a prompt, since these texts wait for it; with more slots there are more
+    prompts, and a step of twice as many tokens takes less time for each of them.
+
+    Args:
+      slots: of the engine.
+      tokens: of a part of a prompt.
+    """
+    few, least = min(MIXED_ROWS, slots), SMALLEST_BUCKET + 1
+    most = max(tokens, few + SMALLEST_BUCKET)
+    shapes = [(size, few) for size in buckets(most) if size >= min(least, most)]
+    if slots > few:
+        most = max(2 * tokens, slots + SMALLEST_BUCKET)
+        shapes += [(size, slots) for size in buckets(most) if size >= max(slots, least) and _is_double(size, most)]
+    return shapes
+
+
+def _is_double(size: int, most: int) -> bool:
+    """Whether one of every two sizes is this: enough where padding takes a small part of the time."""
+    return size == most or size & (size - 1) == 0
+
+
 def prompt_shapes(
-    config: EngineConfig, length: int, encoder: bool, tokens: int, in_slot: bool, packs: bool
+    config: EngineConfig, length: int, encoder: bool, tokens: int, in_slot: bool, mixes: bool
 ) -> list[tuple[int, int, int]]:
     """(prompts read together, fewest tokens of each, whether likeliest tokens are requested) of all programs, those last.
 
@@ -190,15 +216,13 @@ def prompt_shapes(
       encoder: whether an encoder reads the prompts.
       tokens: most tokens that are read at a time.
       in_slot: whether the parts of longer prompts are read into the slot.
-      packs: whether prompts of any lengths are read in one row.
+      mixes: whether prompts are read beside the next tokens of texts, and none together in rows of one size.
     """
     sizes = [1] if encoder else buckets(min(length, tokens) if in_slot else length)
     fewest = dict(zip(sizes, (min(2, length), *(size + 1 for size in sizes))))
     shapes = [(1, fewest[size], likeliest) for likeliest in (1, 0) for size in sizes]
-    if packs and config.slots > 1:
-        shapes += [(2, size // 2, 0) for size in sizes if size <= tokens]
     count = 2
-    while count <= config.slots and not packs:
+    while count <= config.slots and not mixes:
         shapes += [(count, fewest[size], 0) for size in sizes if count * size <= tokens]
         count *= 2
     if in_slot:

@@ -16,9 +16,9 @@ from capibara import sharding
 from capibara.core import tree
 from capibara.core.types import Params, PyTree
 from capibara.inference.engine.programs.speculative import draft
-from capibara.inference.sampling.sampler import History, Settings, choose, log_probability
+from capibara.inference.sampling.sampler import History, HistoryOfSlots, Settings, choose, log_probability
 from capibara.kernels.slots import put, take
-from capibara.models.api import BatchAdapters, Cache, Model, ReadBatch, mtp, paged, put_rows, selection
+from capibara.models.api import BatchAdapters, Cache, Model, Packed, ReadBatch, mtp, paged, put_rows, selection
 
 _WORD_BITS = 32
 State = dict[str, Any]
@@ -60,6 +60,26 @@ class SampledTokens(NamedTuple):
     counts: jax.Array
 
 
+class MixedTokens(NamedTuple):
+    """N tokens of a step that reads prompts beside the next tokens of texts; see Packed for their order.
+
+    Attributes:
+      tokens: [N] int32, those of prompts; the next ones of texts are on the devices.
+      counts: [N] int32, 1; 0: padding.
+      positions: [N] int32, of the tokens in their rows.
+      table: [N, M] int32, the pages of each token's row.
+      packed: whose tokens they are, and after which S of them a token is chosen.
+      slots: [S] int32, the slots of these, those of texts first; none is there twice. A number beyond them all: no slot.
+    """
+
+    tokens: Any
+    counts: Any
+    positions: Any
+    table: Any
+    packed: Packed
+    slots: Any
+
+
 class Sizes(NamedTuple):
     """Static sizes of the programs: `slots` slots of `length` positions in `dtype` (None: the compute dtype).
 
@@ -82,20 +102,20 @@ class Programs(NamedTuple):
     Attributes:
       serving: parameters -> parameters in the layout of the others; merges adapters.
       start: () -> state with empty slots.
-      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions;
-        of n prompts that are packed into a row, the cache of that row.
+      prefill: (params, batch of n rows) -> logits [n, V] and the cache of these rows, with the batch's positions.
       resume: (params, batch, row, positions) -> the same after more tokens, with the row grown to `positions`.
       read: (params, state, batch of one row, slot [1], length [1], table [1, M]) -> logits [1, V], and the state with that
         row's tokens in the slot, after its first `length` ones.
       take_row: (rows of any tree, index) -> the tree of that row alone.
-      take_part: (row of packed prompts, logits [n, V], index, start, count, positions) -> the row of that prompt alone, with so many
-        positions, and its logits [1, V]; it begins at `start` and has `count` tokens.
       admit: (state, row, logits, slot, settings, next, history, table, alternatives) -> state with the row in the slot, and
         its next token; `next` and `history` are of one row. Row None: the slot has it already.
       step: (params, state, settings, next, count, table, alternatives, adapters, slots) -> state, and every row's next `count`
         tokens, at most Sizes.steps; a forced token is the first one. `adapters`: those of the rows, as in a
         batch; None: no adapters. `slots` [R]: the rows are those of R slots, which differ from each other, and the other
         arguments have R rows, too; None: all slots, in order.
+      mix: (params, state, tokens, settings, next, adapters) -> state after these MixedTokens, and one token for each of their slots,
+        of which those in the middle of a prompt mean nothing. `settings` and `next` have S rows; `adapters` are of N rows.
+      begin: (state, history, slot) -> state with the history of one row in the slot.
       verify: (params, state, settings, next, guesses, counts, table, alternatives, adapters, slots) -> state, and every row's
         next tokens: the correct ones of its first `counts` guesses, and one more. A forced token is the first one; a row
         with guesses may choose any token.
@@ -109,9 +129,10 @@ class Programs(NamedTuple):
     resume: jax.stages.Wrapped
     read: jax.stages.Wrapped
     take_row: jax.stages.Wrapped
-    take_part: jax.stages.Wrapped
     admit: jax.stages.Wrapped
     step: jax.stages.Wrapped
+    mix: jax.stages.Wrapped
+    begin: jax.stages.Wrapped
     verify: jax.stages.Wrapped
     row: jax.stages.Wrapped
     put: jax.stages.Wrapped
@@ -204,9 +225,10 @@ def _build(same: Same, usable: int, sizes: Sizes, mesh: Mesh | None, rules: shar
         resume=jit(resume, static_argnums=3),
         read=jit(functools.partial(_read, model), donate_argnums=1),
         take_row=jit(_take_row),
-        take_part=jit(_take_part, static_argnums=5),
         admit=jit(admit, donate_argnums=0, static_argnums=8),
         step=jit(step, donate_argnums=1, static_argnums=6),
+        mix=jit(functools.partial(_mix, model, usable), donate_argnums=1),
+        begin=jit(_begin, donate_argnums=0),
         verify=jit(verify, donate_argnums=1, static_argnums=7),
         row=jit(_row, static_argnums=3),
         put=jit(_put, donate_argnums=0),
@@ -251,18 +273,6 @@ def _take_row(rows: PyTree, index: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), rows)
 
 
-def _take_part(
-    row: Cache, logits_NV: Array, index: Array, start: Array, count_1: Array, positions: int
-) -> tuple[Cache, Array]:
-    def part(x: Array) -> Array:
-        # Padded: a slice that reaches beyond the end would begin earlier.
-        padded = jnp.pad(x, ((0, 0), (0, 0), (0, positions), *((0, 0),) * (x.ndim - 3)))
-        return jax.lax.dynamic_slice_in_dim(padded, start, positions, 2)
-
-    layers = tuple({name: part(x) for name, x in layer.items()} for layer in row["layers"])
-    return row | {"lengths": count_1, "layers": layers}, jax.lax.dynamic_slice_in_dim(logits_NV, index, 1)
-
-
 def _laid_out(state: State) -> State:
     """Shards the state over the active mesh, if there is one."""
     return _constrained(state, state_axes(state))
@@ -294,36 +304,52 @@ def _next(
     slots: jax.Array | None,
 ) -> tuple[State, SampledTokens]:
     """State, and the next token of every row."""
-    rows = _selected(state, slots)
-    logits, cache = model.decode(params, rows["tokens"], paged.with_table(rows["cache"], table), adapters)
-    history = rows["history"]
-    sampled = _pick(logits, usable, settings, next_, history, alternatives)
+    tokens_B, cache = _selected(state, slots)
+    logits, cache = model.decode(params, tokens_B, paged.with_table(cache, table), adapters)
+    history = state["history"]
+    of_rows = history if slots is None else HistoryOfSlots(history, slots)
+    sampled = _pick(logits, usable, settings, next_, of_rows, alternatives)
     tokens_B = sampled.tokens[:, 0]
-    new = {"cache": paged.without_table(cache), "tokens": tokens_B, "history": history.with_tokens(tokens_B)}
-    return _merged(state, new, slots), sampled
+    return _merged(state, tokens_B, paged.without_table(cache), history.with_tokens(tokens_B, slots), slots), sampled
 
 
-def _selected(state: State, slots: jax.Array | None) -> State:
-    """The state of these slots, as rows; None: of all."""
+def _mix(
+    model: Model, usable: int, params: Params, state: State, tokens: MixedTokens, settings: Settings, next_: NextTokens,
+    adapters: BatchAdapters | None,
+) -> tuple[State, SampledTokens]:  # fmt: skip
+    packed, slots, S = tokens.packed, jnp.asarray(tokens.slots), len(tokens.slots)
+    last_S = state["tokens"].at[slots].get(mode="clip")
+    given_N = jnp.asarray(tokens.tokens)
+    given_N = given_N.at[:S].set(jnp.where(packed.documents[:S] == 0, last_S, given_N[:S]))
+    batch: ReadBatch = {"tokens": given_N[:, None], "counts": tokens.counts, "packed": packed, "adapters": adapters}
+    rows = state["cache"] | {"lengths": jnp.asarray(tokens.positions)}
+    logits, rows = model.resume(params, batch, paged.with_table(rows, tokens.table))
+    history = state["history"]
+    sampled = _pick(logits, usable, settings, next_, HistoryOfSlots(history, slots), 0)
+    put = lambda x, new_S: x.at[slots].set(new_S, mode="drop")  # noqa: E731
+    tokens_S, lengths_S = sampled.tokens[:, 0], jnp.asarray(tokens.positions)[packed.ends] + 1
+    cache = paged.without_table(rows) | {"lengths": put(state["cache"]["lengths"], lengths_S)}
+    history = history.with_tokens(tokens_S, slots)
+    return {"cache": cache, "tokens": put(state["tokens"], tokens_S), "history": history}, sampled
+
+
+def _begin(state: State, history: History, slot: Array) -> State:
+    return state | {"history": History(*(x.at[slot].set(new[0]) for x, new in zip(state["history"], history)))}
+
+
+def _selected(state: State, slots: jax.Array | None) -> tuple[Array, Cache]:
+    """The last tokens and the cache of these slots, as rows; None: of all."""
     if slots is None:
-        return state
-    history = History(*(take(x, slots) for x in state["history"]))
-    return {
-        "cache": selection.select(state["cache"], slots),
-        "tokens": take(state["tokens"], slots),
-        "history": history,
-    }
+        return state["tokens"], state["cache"]
+    return take(state["tokens"], slots), selection.select(state["cache"], slots)
 
 
-def _merged(state: State, rows: State, slots: jax.Array | None) -> State:
-    """The state of all slots with new rows in these; None: in all."""
+def _merged(state: State, tokens: Array, cache: Cache, history: History, slots: jax.Array | None) -> State:
+    """The state with the tokens and the cache of these slots, None: of all, and with the history of all."""
     if slots is None:
-        return rows
-    return {
-        "cache": selection.merge(state["cache"], rows["cache"], slots),
-        "tokens": put(state["tokens"], rows["tokens"], slots),
-        "history": History(*(put(old, new, slots) for old, new in zip(state["history"], rows["history"]))),
-    }
+        return {"cache": cache, "tokens": tokens, "history": history}
+    cache = selection.merge(state["cache"], cache, slots)
+    return {"cache": cache, "tokens": put(state["tokens"], tokens, slots), "history": history}
 
 
 def _later(next_: NextTokens, done: jax.Array) -> NextTokens:
@@ -383,7 +409,7 @@ def _pick(
     usable: int,
     settings: Settings,
     next_: NextTokens,
-    history: History,
+    history: History | HistoryOfSlots,
     alternatives: int,
 ) -> SampledTokens:
     """The next token of every row."""
@@ -450,14 +476,15 @@ def _verify(
     """
     B, T = len(guesses), 1 + guesses.shape[1]
     forced_BT = jnp.pad(next_.forced[:, None], ((0, 0), (0, T - 1)), constant_values=-1)
-    row_state = _selected(state, slots)
-    cache = paged.with_table(row_state["cache"], table)
+    last_B, row_cache = _selected(state, slots)
+    cache = paged.with_table(row_cache, table)
     if model.ahead is not None:
-        guesses = draft(model, params, row_state["tokens"], cache, T - 1, usable)
-    given_BT = jnp.concatenate([row_state["tokens"][:, None], guesses], axis=1)
+        guesses = draft(model, params, last_B, cache, T - 1, usable)
+    given_BT = jnp.concatenate([last_B[:, None], guesses], axis=1)
     read: ReadBatch = {"tokens": given_BT, "counts": counts_B + 1, "adapters": adapters}
     logits_BTV, hidden_BTD, cache = model.extend(params, read, cache)
-    histories = [row_state["history"]]
+    history = state["history"]
+    histories = [history if slots is None else History(*(take(x, slots) for x in history))]
     for before in range(T - 1):
         histories.append(histories[-1].with_tokens(guesses[:, before]))
     history_BT = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *histories)
@@ -465,18 +492,16 @@ def _verify(
     repeated = lambda x: jnp.repeat(jnp.asarray(x), T, axis=0)  # noqa: E731
     rows = lambda x: x.reshape(B * T, *x.shape[2:])  # noqa: E731
     each_next = NextTokens(rows(index_BT), rows(forced_BT), repeated(next_.allowed))
-    settings, history = jax.tree.map(repeated, settings), jax.tree.map(rows, history_BT)
-    sampled = _pick(rows(logits_BTV), usable, settings, each_next, history, alternatives)
+    settings, each_history = jax.tree.map(repeated, settings), jax.tree.map(rows, history_BT)
+    sampled = _pick(rows(logits_BTV), usable, settings, each_next, each_history, alternatives)
     tokens_BT, log_probabilities, drawn, likeliest, theirs = (x.reshape(B, T, *x.shape[2:]) for x in sampled[:-1])
     right = (tokens_BT[:, :-1] == guesses) & (jnp.arange(T - 1, dtype=jnp.int32) < counts_B[:, None])
     accepted_B = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
     at_end = lambda x: jnp.take_along_axis(x, accepted_B.reshape(B, *(1,) * (x.ndim - 1)), axis=1)[:, 0]  # noqa: E731
     tokens_B = at_end(tokens_BT)
-    new = {
-        "cache": mtp.at_token(paged.without_table(cache), hidden_BTD, accepted_B)
-        | {"lengths": row_state["cache"]["lengths"] + 1 + accepted_B},
-        "tokens": tokens_B,
-        "history": jax.tree.map(at_end, history_BT).with_tokens(tokens_B),
-    }
+    lengths = {"lengths": row_cache["lengths"] + 1 + accepted_B}
+    cache = mtp.at_token(paged.without_table(cache), hidden_BTD, accepted_B) | lengths
+    of_rows = jax.tree.map(at_end, history_BT).with_tokens(tokens_B)
+    history = of_rows if slots is None else History(*(put(x, new, slots) for x, new in zip(history, of_rows)))
     sampled = SampledTokens(tokens_BT, log_probabilities, drawn, likeliest, theirs, accepted_B + 1)
-    return _merged(state, new, slots), sampled
+    return _merged(state, tokens_B, cache, history, slots), sampled

@@ -119,6 +119,13 @@ class Request:
         """Whether only the tokens before the next one tell which are allowed: any token may end a thought, too."""
         return not self.finished and (self.matcher is not None or self.restrictions.follow)
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether what its prompt or its text has changes the logits, or a bias does."""
+        s = self.sampling
+        penalised = s.repetition_penalty != 1 or s.presence_penalty or s.frequency_penalty
+        return bool(penalised or s.logit_bias or s.allowed_ids or s.bad_words)
+
     def allow(self, row: np.ndarray) -> None:
         """Writes which tokens may come next, as a row of `NextTokens.allowed`; all tokens so far must be received.
 

@@ -136,13 +136,29 @@ class DecodeRunner:
         settings = Settings(*(x[slot : slot + 1] for x in self.settings))
         next_, alternatives = next_tokens([(0, request)], 1, self._vocab_size)
         history = history_of(request, self._vocab_size)
-        with program_of(prefilled.group):
-            self.state, sampled = self.programs.admit(
-                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, next_, history, self.table,
+
+        def program(state: State) -> tuple[State, SampledTokens]:
+            return self.programs.admit(
+                state,
+                prefilled.row,
+                prefilled.logits,
+                np.int32(slot),
+                settings,
+                next_,
+                history,
+                self.table,
                 alternatives,
-            )  # fmt: skip
+            )
+
         request.written = True
-        return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
+        return self.run(program, [(0, request)], np.ones(1, np.int32), prefilled.group)
+
+    def begin(self, request: Request) -> None:
+        """Sets the history of a request's slot before its prompt ends, if it is needed."""
+        if request.needs_history:
+            with program_of([request]):
+                history = history_of(request, self._vocab_size)
+                self.state = self.programs.begin(self._slots_state, history, np.array(request.slot, np.int32))
 
     def put(self, request: Request, row: Cache) -> None:
         """Copies the row of a cached prefix into a request's slot, where the rest of its prompt is read."""
@@ -163,14 +179,28 @@ class DecodeRunner:
         rows = rows_of(active, self._slots, self.sizes)
         next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
         self.ahead, at_s = count, time.monotonic()
-        group = [request for _, request in active]
-        with program_of(group):
-            self.state, sampled = self.programs.step(
-                params, self._slots_state, Settings(*map(rows.of, self.settings)), next_, np.int32(count), rows.table(self._pages),
+
+        def program(state: State) -> tuple[State, SampledTokens]:
+            return self.programs.step(
+                params, state, Settings(*map(rows.of, self.settings)), next_, np.int32(count), rows.table(self._pages),
                 alternatives, self._batch_adapters_of(rows), rows.slots,
             )  # fmt: skip
+
         self.statistics.steps += 1
-        return self._request(sampled, rows.active, np.full(self._slots, count), group, at_s)
+        return self.run(program, rows.active, np.full(self._slots, count), [request for _, request in active], at_s)
+
+    def run(
+        self,
+        program: Callable[[State], tuple[State, SampledTokens]],
+        rows: Sequence[tuple[int, Request]],
+        counts: np.ndarray,
+        group: Sequence[Request],
+        at_s: float | None = None,
+    ) -> list[Request]:
+        """Runs a program of `group`, which requests `counts` tokens of these rows; `at_s`: when, for timing."""
+        with program_of(group):
+            self.state, sampled = program(self._slots_state)
+        return self._request(sampled, rows, counts, group, at_s)
 
     def verify(
         self, params: Params, active: Sequence[tuple[int, Request]], guesses: Mapping[int, Sequence[int]]
@@ -270,6 +300,17 @@ def compile_step(runner: DecodeRunner, params: Params, size: int, alternatives: 
         runner.sizes = [*runner.sizes, size]
 
 
+def compile_mixed(runner: DecodeRunner, params: Params, *rest: object) -> None:
+    """Compiles the programs of a step that takes these arguments after the state."""
+    runner.programs.mix.lower(params, runner._shapes, *rest).compile()
+    runner.programs.begin.lower(runner._shapes, _no_history(runner), np.int32(0)).compile()
+
+
+def _no_history(runner: DecodeRunner) -> History:
+    """An empty history of one row."""
+    return History(*(np.zeros((1, runner._vocab_size), dtype) for dtype in (bool, np.int32, np.float32)))
+
+
 def compile_read(runner: DecodeRunner, params: Params, batch: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """Compiles the program that reads this batch of one row into a slot; returns the shape of its logits."""
     zero = np.zeros(1, np.int32)
@@ -281,9 +322,8 @@ def compile_admission(runner: DecodeRunner, row: object, logits: object, alterna
     """Compiles the program that admits such a row; None: the row is in its slot."""
     settings = Settings(*(x[:1] for x in runner.settings))
     next_, _ = next_tokens([], 1, runner._vocab_size)
-    history = History(*(np.zeros((1, runner._vocab_size), dtype) for dtype in (bool, np.int32, np.float32)))
     runner.programs.admit.lower(
-        runner._shapes, row, logits, np.int32(0), settings, next_, history, runner.table, alternatives
+        runner._shapes, row, logits, np.int32(0), settings, next_, _no_history(runner), runner.table, alternatives
     ).compile()
 
 

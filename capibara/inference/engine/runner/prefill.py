@@ -17,7 +17,7 @@ from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
-from capibara.models.api import Cache, capacity
+from capibara.models.api import capacity
 
 
 class PrefillQueue:
@@ -100,7 +100,7 @@ class PrefillQueue:
             if self._part is None and len(first.tokens) <= self._most:
                 group = self._next_group(first, left)
                 prompts = _distinct(group)
-                left -= self._batches.tokens_of(prompts)
+                left -= len(prompts) * self._batches.size(len(first.tokens))
                 yield from self._read_group(params, group, prompts)
                 continue
             row, known = self._part or (None, 0)
@@ -160,33 +160,34 @@ class PrefillQueue:
         return prefix.row | {"lengths": np.array([known], np.int32)}, known
 
     def _next_group(self, first: Request, left: int) -> list[Request]:
-        """Requests to read together with the first one; without packing the number of distinct prompts is a power of two."""
-        most, packs = max(1, min(self._together, left // self._batches.size_of([first]))), self._batches.packs
-        most = self._together if packs else 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
+        """Requests to read together with the first one; the number of distinct prompts is a power of two."""
+        size = self._batches.size(len(first.tokens))
+        most = max(1, min(self._together, left // size))
+        most = 1 << (most.bit_length() - 1)  # few sizes, so that few programs are compiled
         group, prefixes = [first], self.prefixes
         for request in self._waiting[1:]:
-            again = any(_same_prompt(request, other) for other in group)
-            if not (again or self._batches.joins(request, _distinct(group), left)) or not self._is_compiled(request):
+            if self._batches.size(len(request.tokens)) != size or not self._is_compiled(request):
                 continue
+            again = any(same_prompt(request, other) for other in group)
             if not (again or prefixes is None) and (
-                _shares(request, group) or prefixes.find(request.tokens, request.sharing)
+                shares(request, group) or prefixes.find(request.tokens, request.sharing)
             ):
                 continue  # its prefix will be in the cache
             if again or len(_distinct(group)) < most:
                 group.append(request)
         prompts = _distinct(group)
-        count = len(prompts) if packs else 1 << (len(prompts).bit_length() - 1)
+        count = 1 << (len(prompts).bit_length() - 1)
         while count > 1 and not self._needed.reads_together(prompts[:count]):
-            count = count - 1 if packs else count // 2
+            count //= 2
         retained = prompts[:count]
-        return [request for request in group if any(_same_prompt(request, other) for other in retained)]
+        return [request for request in group if any(same_prompt(request, other) for other in retained)]
 
     def _read_group(self, params: Params, group: list[Request], prompts: list[Request]) -> Iterator[Prefilled]:
         self._waiting = [request for request in self._waiting if request not in group]
         with program_of(group):
             read = self._read_together(params, prompts)
         for request in group:
-            index = next(i for i, other in enumerate(prompts) if _same_prompt(request, other))
+            index = next(i for i, other in enumerate(prompts) if same_prompt(request, other))
             row = read[index]
             if isinstance(row, BaseException) and request is not prompts[index]:
                 with program_of([request]):
@@ -199,42 +200,29 @@ class PrefillQueue:
             yield Prefilled(request, *row, group)
 
     def _read_together(self, params: Params, prompts: list[Request]) -> list[tuple[Any, jax.Array] | BaseException]:
-        """The rows and logits of prompts that are read at once, or the error of one that cannot be read."""
+        """The rows and logits of prompts of similar length, or the error of one that cannot be read."""
+        size = self._batches.size(len(prompts[0].tokens))
         try:
-            logits, rows = self.programs.prefill(params, self._batches.together(prompts))
+            batch = self._batches.batch(prompts, [request.tokens for request in prompts], size)
+            logits, rows = self.programs.prefill(params, batch)
         except BaseException as error:
             if not is_of_request(error):
                 raise
             # One by one, to find out whose error it is.
             return [error] if len(prompts) == 1 else [self._read_together(params, [prompt])[0] for prompt in prompts]
-        read = _row_of_each(self.programs, self._batches, prompts, rows, logits)
-        for request, (row, _) in zip(prompts, read):
-            self._cache_prefix(request, row)
-        return [*read]
+        read: list[tuple[Any, jax.Array] | BaseException] = []
+        for index, request in enumerate(prompts):
+            row = (rows, logits) if len(prompts) == 1 else self.programs.take_row((rows, logits), np.int32(index))
+            self._cache_prefix(request, row[0])
+            read.append(row)
+        return read
 
     def _cache_prefix(self, request: Request, row: PyTree) -> None:
         if self.prefixes:
             self.prefixes.keep(request.tokens, row, request.sharing)
 
 
-def _row_of_each(
-    programs: Programs, batches: PromptBatches, prompts: list[Request], rows: Cache, logits: jax.Array
-) -> list[tuple[Any, jax.Array]]:
-    """The rows and logits of prompts that were read together: in a row each, or packed into one."""
-    if len(prompts) == 1:
-        return [(rows, logits)]
-    if not batches.packs:
-        return [programs.take_row((rows, logits), np.int32(index)) for index in range(len(prompts))]
-    counts = [len(request.tokens) for request in prompts]
-    starts = np.cumsum([0, *counts[:-1]], dtype=np.int32)
-    sizes = [batches.size_of([request]) for request in prompts]
-    return [
-        programs.take_part(rows, logits, np.int32(index), start, np.array([count], np.int32), size)
-        for index, (start, count, size) in enumerate(zip(starts, counts, sizes))
-    ]
-
-
-def _same_prompt(first: Request, other: Request) -> bool:
+def same_prompt(first: Request, other: Request) -> bool:
     """Whether what is read for one request can be used for the other."""
     alike = first.encoder is None and other.encoder is None and first.sharing == other.sharing
     return first is other or (alike and _read(first) == _read(other))
@@ -242,7 +230,7 @@ def _same_prompt(first: Request, other: Request) -> bool:
 
 def _distinct(group: list[Request]) -> list[Request]:
     """The first request of each distinct prompt."""
-    return [request for index, request in enumerate(group) if not any(_same_prompt(request, o) for o in group[:index])]
+    return [request for index, request in enumerate(group) if not any(same_prompt(request, o) for o in group[:index])]
 
 
 def _read(request: Request) -> tuple[int, list[int]]:
@@ -250,7 +238,7 @@ def _read(request: Request) -> tuple[int, list[int]]:
     return request.prompt_tokens, request.tokens
 
 
-def _shares(request: Request, group: list[Request]) -> bool:
+def shares(request: Request, group: list[Request]) -> bool:
     alike = (other for other in group if other.sharing == request.sharing)
     return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
 

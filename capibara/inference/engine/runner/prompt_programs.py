@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from capibara.inference.engine.cache.batching import buckets
 from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs
 from capibara.inference.engine.programs.programs import Programs
@@ -21,7 +20,7 @@ from capibara.inference.engine.runner.decode import (
     step_task,
 )
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
-from capibara.models.api import capacity
+from capibara.models.api import Cache, capacity
 
 Part = tuple[Any, int]
 """A row, None if it is in its slot, and the number of tokens that it holds."""
@@ -67,11 +66,13 @@ class PromptPrograms:
         """Whether prompts of one size can be read together by compiled programs; compiles them if not."""
         return not self._compiler.started or self._compiler.is_compiled(self.together(requests))
 
+    def puts(self, row: Cache) -> bool:
+        """Whether a cached row can be put into a slot by a compiled program; compiles it if not."""
+        return self._compiler.is_compiled(put_task(self._runner, capacity(row)))
+
     def together(self, requests: Sequence[Request]) -> Task:
-        """The programs that read several prompts at once."""
-        size = self._batches.size_of(requests)
-        if self._batches.packs:
-            return Task(("packed", size), lambda: self._compile_packed(requests, size))
+        """The programs that read several prompts of one size."""
+        size = self._batches.size(len(requests[0].tokens))
 
         def compile() -> None:
             batch = self._batches.batch(requests, [[0]] * len(requests), size)
@@ -79,13 +80,6 @@ class PromptPrograms:
             compiled_outputs(self._programs.take_row, (rows, logits), np.int32(0))
 
         return Task(("together", len(requests), size, _encoder_shapes(requests[0])), compile)
-
-    def _compile_packed(self, requests: Sequence[Request], size: int) -> None:
-        batch, count_1 = self._batches.packed(requests, size), np.ones(1, np.int32)
-        logits, row = compiled_outputs(self._programs.prefill, self._params.current, batch)
-        for positions in buckets(size):
-            take = self._programs.take_part
-            compiled_outputs(take, row, logits, np.int32(0), np.int32(0), count_1, positions)
 
     def of_prompt(self, request: Request, part: Part | None) -> list[Task]:
         """The programs that read the rest of a prompt, part after part, and admit its row to a slot."""

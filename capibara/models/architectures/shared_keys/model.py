@@ -154,7 +154,7 @@ class SharedKeysDecoder(DecoderBase):
     ) -> tuple[jax.Array, dense.Cache]:
         """As of every decoder."""
         config, specs = self.config, self._kinds()
-        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill, batch.get("documents"))
+        now = dense.prefill_inputs(batch["tokens"], batch["counts"], cache, is_prefill, batch.get("packed"))
         whole = {"tokens": batch["tokens"], "positions": now.positions, "segment_ids": now.segments}
         rows, embedding = self._rows(whole, self._length(cache)), self._embed(whole)
         assert rows.angles is not None, "positions are rotary"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,10 +11,8 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine.cache.batching import PACKED_PROMPTS
 from capibara.inference.engine.core import packs
 from capibara.inference.engine.engine import Engine, EngineConfig
-from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
 from capibara.models.api import DecoderConfig, LatentAttention, Moe
@@ -44,21 +41,24 @@ class Counted:
     """An engine's programs, which record the rows and positions that were read."""
 
     def __init__(self, engine):
-        self.prefilled, self.resumed, self.packed, programs = [], [], [], engine.core.runner.programs
+        self.prefilled, self.resumed, self.mixed, programs = [], [], [], engine.core.runner.programs
 
         def prefill(params, batch):
-            shape = batch["tokens"].shape
-            if "documents" in batch:
-                self.packed.append((shape, int(batch["documents"].max())))
-            else:
-                self.prefilled.append(shape)
+            self.prefilled.append(batch["tokens"].shape)
             return programs.prefill(params, batch)
+
+        def mix(params, state, tokens, *rest):
+            documents = tokens.packed.documents
+            texts = int(((documents == 0) & (tokens.counts > 0)).sum())
+            self.mixed.append((texts, [int((documents == n).sum()) for n in range(1, documents.max() + 1)]))
+            return programs.mix(params, state, tokens, *rest)
 
         def resume(params, batch, *rest):
             self.resumed.append(batch["tokens"].shape)
             return programs.resume(params, batch, *rest)
 
         engine.core.prefill.programs = programs._replace(prefill=prefill, resume=resume)
+        engine.core.runner.programs = programs._replace(mix=mix)
 
 
 def test_prompts_of_one_size_are_read_together(params):
@@ -138,39 +138,46 @@ def test_parts_are_read_into_the_pages_of_their_slot(params, reading):
     assert one.pages[1] == 0
 
 
-PACKED = {
+POSITIONS = {
     "rotary": {"num_kv_heads": 1},
     "learned positions": {"positions": "learned", "max_length": LENGTH},
     "alibi": {"positions": "alibi", "attention_sinks": "head"},
 }
 
 
-@pytest.mark.parametrize("kind", PACKED)
-def test_prompts_of_any_lengths_are_packed_into_a_row(params, kind):
-    config = dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **PACKED[kind])
-    model = api.build(config)
-    params = jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
-    prompts = [
-        "a",
-        "a prompt of another size",
-        "short one",
-        "a prompt of another size",
-        "and one that begins otherwise" * 2,
-    ]
-    alone = [made(params, model, slots=1).submit(prompt, GREEDY).result() for prompt in prompts]
-    together = made(params, model, slots=8, page_size=16, prefix_cache_mib=16)
-    counted = Counted(together)
-    streams = [together.submit(prompt, GREEDY) for prompt in prompts]
-    results = [stream.result() for stream in streams]
-    assert counted.packed == [((1, 96), 4)] and not counted.prefilled
-    for result, expected in zip(results, alone):
-        assert result.tokens == expected.tokens
-        each = ([piece.log_probability for piece in item.pieces] for item in (result, expected))
+def whole(**options):
+    """The model without windows, and its parameters."""
+    model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **options))
+    return model, jax.tree.map(lambda x: x * 3, jax.jit(model.init)(jax.random.key(1)))
+
+
+def assert_same_texts(results, expected):
+    for result, want in zip(results, expected, strict=True):
+        assert result.tokens == want.tokens
+        each = ([piece.log_probability for piece in item.pieces if piece.token is not None] for item in (result, want))
         np.testing.assert_allclose(*each, atol=1e-4)
-    # What was read in a row with others is a prefix for later prompts.
-    later = together.submit(prompts[4] + "!", GREEDY).result()
-    assert later.cached_tokens >= len(prompts[4])
-    assert later.tokens == made(params, model, slots=1).submit(prompts[4] + "!", GREEDY).result().tokens
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_prompts_of_any_lengths_are_read_beside_texts(kind):
+    model, params = whole(**POSITIONS[kind])
+    prompts = ["a", "a prompt of another size", "short one", "and one that begins otherwise" * 2, "b" * 80]
+    alone = [made(params, model, slots=1).submit(prompt, GREEDY).result() for prompt in prompts]
+    engine = made(params, model, slots=8, page_size=16, prefill_tokens=32, prefix_cache_mib=16)
+    counted = Counted(engine)
+    streams = [engine.submit(prompts[0], GREEDY)]
+    engine.step()
+    streams += [engine.submit(prompt, GREEDY) for prompt in prompts[1:]]
+    assert_same_texts([stream.result() for stream in streams], alone)
+    lengths = [stream.prompt_tokens for stream in (s.result() for s in streams)]
+    # Room for 40 tokens: whole prompts, a part of the next one, and its rest before others.
+    first = lengths[1:3]
+    assert counted.mixed[0] == (1, first) or counted.mixed[0][1][:2] == first
+    assert sum(sum(parts) for _, parts in counted.mixed) == sum(lengths[1:])
+    assert all(texts + sum(parts) <= 40 and max(parts) <= 32 for texts, parts in counted.mixed)
+    later = engine.submit(prompts[3] + "!", GREEDY).result()
+    assert later.cached_tokens >= len(prompts[3])
+    assert_same_texts([later], [made(params, model, slots=1).submit(prompts[3] + "!", GREEDY).result()])
 
 
 @pytest.mark.parametrize(
@@ -205,27 +212,6 @@ def test_a_model_of_users_packs_no_prompts_unless_it_says_so():
     assert not packs(model, EngineConfig())
     MyDecoder.packs_prompts = True
     assert packs(model, EngineConfig())
-
-
-def test_packed_prompts_fit_in_a_slot_and_have_one_adapter():
-    def request(count, adapter=0):
-        return SimpleNamespace(tokens=[5] * count, adapter=adapter)
-
-    batches = PromptBatches(None, LENGTH, 128, whole=False, encodes=False, packs=True)
-    first = [request(60)]
-    assert batches.joins(request(36), first, 128) and not batches.joins(request(37), first, 128)
-    assert not batches.joins(request(36), first, 95) and not batches.joins(request(1, adapter=1), first, 128)
-    assert not batches.joins(request(1), [request(1)] * PACKED_PROMPTS, 128)
-
-
-def test_a_row_of_packed_prompts_has_a_bound(params):
-    model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None))
-    one = made(params, model, slots=16, page_size=16, prefill_tokens=64)
-    counted = Counted(one)
-    streams = [one.submit([number + 5] * 4, GREEDY) for number in range(10)]
-    streams += [one.submit([number + 5] * 30, GREEDY) for number in range(3)]
-    assert all(len(stream.result().tokens) == 6 for stream in streams)
-    assert counted.packed == [((1, 32), 8), ((1, 32), 2), ((1, 64), 2)] and counted.prefilled == [(1, 32)]
 
 
 @pytest.mark.heavy
@@ -302,16 +288,17 @@ def test_parameters_that_come_while_others_are_taken_are_not_lost(params):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("packed", [False, True])
-def test_nothing_is_compiled_after_the_warm_up(params, caplog, packed):
-    whole = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None))
-    one = made(params, whole if packed else MODEL, slots=2, draft_tokens=3, page_size=16 if packed else 0)
-    assert one.core.packs == packed
+@pytest.mark.parametrize("mixed", [False, True])
+def test_nothing_is_compiled_after_the_warm_up(params, caplog, mixed):
+    model, options = (whole()[0], {"page_size": 16}) if mixed else (MODEL, {"draft_tokens": 3})
+    one = made(params, model, slots=2, **options)
+    assert (one.core.mixed is not None) == mixed
     one.warm_up()
     assert one.statistics.steps == 0
     with jax.log_compiles(), caplog.at_level("WARNING"):
         streams = [
-            one.submit([7, 8] * count, GREEDY, likeliest=likeliest) for count, likeliest in ((9, 0), (20, 2), (40, 0))
+            one.submit([7, 8] * count, dataclasses.replace(GREEDY, logit_bias={9: 1.0}), likeliest=likeliest)
+            for count, likeliest in ((9, 0), (20, 2), (40, 0), (11, 0), (17, 0))
         ]
         assert all(len(stream.result().tokens) == 6 for stream in streams)
         assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
