@@ -22,7 +22,7 @@ from capibara.inference.engine.requests.faults import contained
 from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode import DecodeRunner
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
-from capibara.inference.engine.runner.mixed import MixedQueue, MixedSteps, Piece
+from capibara.inference.engine.runner.mixed import MixedQueue, MixedSteps
 from capibara.inference.engine.runner.prefilled import Prefilled
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
 from capibara.inference.engine.runner.prompt_programs import PromptPrograms
@@ -92,16 +92,9 @@ class EngineCore:
         prefixes = None if encoder_length is not None or whole else _prefix_cache(model, config)
         self.compiler, self.on_mesh = Compiler(), mesh is not None
         self.runner = DecodeRunner(
-            compiled,
-            state,
-            start,
-            config,
-            model.config.vocab_size,
-            self.adapters,
-            self.pages,
-            self.schedule,
+            compiled, state, start, config, model.config.vocab_size, self.adapters, self.pages, self.schedule,
             self.compiler,
-        )
+        )  # fmt: skip
         self.reads_in_slot = self.pages is not None and mesh is None and reads_in_slot(model)
         self.prefill_tokens = config.prefill_tokens or (PART_TOKENS if self.reads_in_slot else PREFILL_TOKENS)
         most = max(self.prefill_tokens, length) if whole else self.prefill_tokens
@@ -109,12 +102,9 @@ class EngineCore:
         self.prompts = PromptPrograms(
             compiled, self.params, self.runner, batches, most, self.reads_in_slot, self.compiler
         )
-        self.mixed = None
-        if self.reads_in_slot and encoder_length is None and packs(model, config):
-            self.mixed = MixedSteps(
-                self.runner, self.params, self.adapters, self.pages, config.slots, model.config.vocab_size, most,
-                self.compiler,
-            )  # fmt: skip
+        self.mixed: MixedSteps | None = None
+        if self.pages and self.reads_in_slot and packs(model, config):
+            self.mixed = MixedSteps(self.runner, self.params, self.adapters, self.pages, most, self.compiler)
         self.prefill = MixedQueue(
             compiled, 1 if self.mixed else config.slots, most, prefixes, batches, self.prompts,
             self.runner if self.reads_in_slot else None, whole=whole,
@@ -142,7 +132,7 @@ class EngineCore:
             # Noticing an end late would cost a whole program, and leave its slot unused.
             self.scheduler.receive(0)
         self.scheduler.admit()
-        mixed = self.mixed if self._mixes() else None
+        mixed = self.mixed if self.mixed and self.prefill.mixes(self.scheduler.active) and self.mixed.compiled else None
         read = False if mixed else self._read_prompts()
         if self._draft_tokens or any(
             request.requested in request.forced or request.restricted or request.row_length > self._length
@@ -158,26 +148,14 @@ class EngineCore:
         active, count = self.scheduler.reserve(active, count)
         pieces = self.prefill.pieces(mixed.room(len(active))) if mixed else []
         if mixed and pieces:
-            read |= self._mix(mixed, active, pieces)
+            done = mixed.run(active, pieces)
+            self.prefill.share(pieces)
+            self._free(done)
+            self.scheduler.free_failed()
         elif active:
             self._decode(active, count)
         self.scheduler.receive(1 if active or pieces else 0)
-        return bool(read or active or had or searched)
-
-    def _mixes(self) -> bool:
-        """Whether prompts are read beside the next tokens of texts in this step."""
-        texts = self.scheduler.active
-        return self.mixed is not None and self.prefill.mixes(texts) and self.mixed.compiled
-
-    def _mix(self, mixed: MixedSteps, active: Sequence[tuple[int, Request]], pieces: Sequence[Piece]) -> bool:
-        """Reads pieces of prompts, and requests a token for each active row and each prompt that ends."""
-        done = mixed.run(active, pieces)
-        for piece in pieces:
-            if piece.ends:
-                self.prefill.share(piece.request)
-        self._free(done)
-        self.scheduler.free_failed()
-        return True
+        return bool(read or active or pieces or had or searched)
 
     def _search(self) -> bool:
         """Runs requested beam searches; returns whether there were any."""

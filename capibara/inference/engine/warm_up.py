@@ -11,7 +11,8 @@ from capibara.inference.engine.core import EngineCore
 from capibara.inference.engine.programs.compiler import Task
 from capibara.inference.engine.requests.request import LIKELIEST, Request
 from capibara.inference.engine.runner import step_rows
-from capibara.inference.engine.runner.decode import put_task, row_task, step_task
+from capibara.inference.engine.runner.decode import step_task
+from capibara.inference.engine.runner.slot_state import put_task, row_task
 from capibara.inference.sampling.sampler import settings_of
 from capibara.inference.sampling.sampling import Sampling
 

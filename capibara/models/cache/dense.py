@@ -59,10 +59,10 @@ class Packed(NamedTuple):
       table: [1, M] int32, the pages of the first prompt.
     """
 
-    documents: jax.Array
-    ends: jax.Array
-    length: jax.Array
-    table: jax.Array
+    documents: Any
+    ends: Any
+    length: Any
+    table: Any
 
 
 class PrefillInputs(NamedTuple):

@@ -14,7 +14,7 @@ from capibara.core.types import Params
 from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.placement.parameters import ServedParams
-from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs, shape_of
+from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs
 from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, program_of
@@ -23,9 +23,10 @@ from capibara.inference.engine.requests.request import Request
 from capibara.inference.engine.runner.decode_schedule import DecodeSchedule
 from capibara.inference.engine.runner.next_tokens import history_of, next_tokens
 from capibara.inference.engine.runner.prefilled import Prefilled
+from capibara.inference.engine.runner.slot_state import SlotState
 from capibara.inference.engine.runner.step_rows import StepRows, rows_of
-from capibara.inference.sampling.sampler import GREEDY, History, Settings, settings_of, with_row
-from capibara.models.api import BatchAdapters, Cache
+from capibara.inference.sampling.sampler import History, Settings
+from capibara.models.api import BatchAdapters
 
 
 class Pending(NamedTuple):
@@ -44,16 +45,14 @@ class Pending(NamedTuple):
     group: Sequence[Request]
 
 
-class DecodeRunner:
-    """Runs the programs that read and write the slots' state, and is its only user.
+class DecodeRunner(SlotState):
+    """Runs the programs that read and write the slots' state, and is its only user; see SlotState.
 
     Tokens are requested from the devices and received later. Methods that request tokens return the requests for which all have
     been requested: their slots are free before the last token is received.
 
     Args:
-      programs: of the engine; also an attribute.
-      state: on the devices, with empty slots; as an attribute the newest, None: a program failed that had it.
-      start: makes such a state.
+      programs, state, start: as for SlotState.
       config: of the engine.
       vocab_size: ids of the model.
       adapters: of the engine.
@@ -62,7 +61,7 @@ class DecodeRunner:
       compiler: compiles programs while others run.
 
     Attributes:
-      settings, sizes: of the slots, on the host; numbers of rows, besides all slots, whose steps are compiled.
+      sizes: numbers of rows, besides all slots, whose steps are compiled.
       ahead: tokens per row in the last decode program.
       checksum: of all received tokens.
       statistics: of requested tokens.
@@ -80,12 +79,9 @@ class DecodeRunner:
         schedule: DecodeSchedule,
         compiler: Compiler,
     ):
-        self.programs, self._start, self._schedule = programs, start, schedule
-        self.state: State | None = state
-        self._shapes, self._compiler = jax.tree.map(shape_of, state), compiler
-        self._slots, self._draft_tokens, self._vocab_size = config.slots, config.draft_tokens, vocab_size
-        self._pages, self._adapters = pages, adapters
-        (self.settings, self._adapter_numbers), self._pending = _idle(config.slots), deque[Pending]()
+        super().__init__(programs, state, start, config.slots, vocab_size, pages, compiler)
+        self._schedule, self._draft_tokens, self._adapters = schedule, config.draft_tokens, adapters
+        self._pending = deque[Pending]()
         self.sizes: Sequence[int] = ()
         self.ahead, self.checksum, self.statistics = 0, TokenChecksum(), Statistics()
 
@@ -98,44 +94,19 @@ class DecodeRunner:
         """The requests with tokens to receive; thread-safe."""
         return [request for item in list(self._pending) for _, request in item.rows]
 
-    def assign(self, slot: int, request: Request) -> None:
-        """Sets a slot's sampling and adapter to a request's."""
-        self._set(slot, settings_of([request.sampling]), request.adapter)
-
-    def clear(self, slot: int) -> None:
-        """Resets a slot's settings."""
-        self._set(slot, GREEDY, 0)
-
-    def _set(self, slot: int, settings: Settings, adapter: int) -> None:
-        self.settings = Settings(*map(lambda old, new: with_row(old, slot, new), self.settings, settings))
-        self._adapter_numbers[slot] = adapter
-
-    def row(self, slot: int, positions: int) -> Cache | None:
-        """A copy of the first positions of a slot's keys and values; None while its program is compiled."""
-        if not self._compiler.is_compiled(row_task(self, positions)):
-            return None
-        return self.programs.row(self._slots_state, np.int32(slot), self.table, positions)
-
     def restart(self) -> None:
         """Discards the state of all slots and all tokens to receive, after a program has failed."""
+        super().restart()
         self._pending.clear()
-        self.settings, self._adapter_numbers = _idle(self._slots)
-        self.state, self.ahead = None, 0
-
-    @property
-    def _slots_state(self) -> State:
-        """The state, made anew if it was discarded."""
-        if self.state is None:
-            self.state = self._start()
-        return self.state
+        self.ahead = 0
 
     def admit(self, prefilled: Prefilled) -> list[Request]:
         """Moves a row that was read into its slot, and requests a token."""
         request, slot = prefilled.request, prefilled.request.slot
         assert slot is not None, "it was assigned one"
         settings = Settings(*(x[slot : slot + 1] for x in self.settings))
-        next_, alternatives = next_tokens([(0, request)], 1, self._vocab_size)
-        history = history_of(request, self._vocab_size)
+        next_, alternatives = next_tokens([(0, request)], 1, self.vocab_size)
+        history = history_of(request, self.vocab_size)
 
         def program(state: State) -> tuple[State, SampledTokens]:
             return self.programs.admit(
@@ -153,31 +124,10 @@ class DecodeRunner:
         request.written = True
         return self.run(program, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
-    def begin(self, request: Request) -> None:
-        """Sets the history of a request's slot before its prompt ends, if it is needed."""
-        if request.needs_history:
-            with program_of([request]):
-                history = history_of(request, self._vocab_size)
-                self.state = self.programs.begin(self._slots_state, history, np.array(request.slot, np.int32))
-
-    def put(self, request: Request, row: Cache) -> None:
-        """Copies the row of a cached prefix into a request's slot, where the rest of its prompt is read."""
-        with program_of([request]):
-            row = jax.device_put(row, self._slots_state["tokens"].sharding)  # as the rows that it was compiled for
-            self.state = self.programs.put(self._slots_state, row, np.array(request.slot, np.int32), self.table)
-
-    def read(self, params: Params, request: Request, batch: dict[str, Any], length: int) -> jax.Array:
-        """Reads more tokens of a row whose first `length` are in the request's slot; returns the logits after them."""
-        slot, known = np.array([request.slot], np.int32), np.array([length], np.int32)
-        with program_of([request]):
-            table = StepRows(slot, (), 1).table(self._pages)
-            logits, self.state = self.programs.read(params, self._slots_state, batch, slot, known, table)
-        return logits
-
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
         rows = rows_of(active, self._slots, self.sizes)
-        next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
+        next_, alternatives = next_tokens(rows.active, rows.size, self.vocab_size)
         self.ahead, at_s = count, time.monotonic()
 
         def program(state: State) -> tuple[State, SampledTokens]:
@@ -210,7 +160,7 @@ class DecodeRunner:
         Waits for the devices, to know how many these are.
         """
         rows = rows_of(active, self._slots, self.sizes)
-        next_, alternatives = next_tokens(rows.active, rows.size, self._vocab_size)
+        next_, alternatives = next_tokens(rows.active, rows.size, self.vocab_size)
         guessed = np.zeros((rows.size, self._draft_tokens), np.int32)
         counts = np.zeros(rows.size, np.int32)
         for (row, _), (slot, _) in zip(rows.active, active):
@@ -271,10 +221,6 @@ class DecodeRunner:
         """The adapters, and each row's."""
         return self._adapters.of(rows.of(np.array(self._adapter_numbers, np.int32)).tolist())
 
-    @property
-    def table(self) -> np.ndarray | None:
-        return None if self._pages is None else self._pages.table
-
 
 def step_task(runner: DecodeRunner, params: ServedParams, alternatives: int, size: int | None = None) -> Task:
     """The programs that request tokens for `size` rows, with this many likeliest ones; None: for all slots."""
@@ -285,7 +231,7 @@ def step_task(runner: DecodeRunner, params: ServedParams, alternatives: int, siz
 def compile_step(runner: DecodeRunner, params: Params, size: int, alternatives: int) -> None:
     """Compiles the programs of a runner that request tokens for so many rows, and lets it use them."""
     rows = rows_of([], runner._slots, [size])
-    next_, _ = next_tokens([], size, runner._vocab_size)
+    next_, _ = next_tokens([], size, runner.vocab_size)
     settings, table = Settings(*map(rows.of, runner.settings)), rows.table(runner._pages)
     adapters, programs = runner._batch_adapters_of(rows), runner.programs
     programs.step.lower(
@@ -308,7 +254,7 @@ def compile_mixed(runner: DecodeRunner, params: Params, *rest: object) -> None:
 
 def _no_history(runner: DecodeRunner) -> History:
     """An empty history of one row."""
-    return History(*(np.zeros((1, runner._vocab_size), dtype) for dtype in (bool, np.int32, np.float32)))
+    return History(*(np.zeros((1, runner.vocab_size), dtype) for dtype in (bool, np.int32, np.float32)))
 
 
 def compile_read(runner: DecodeRunner, params: Params, batch: dict[str, Any]) -> jax.ShapeDtypeStruct:
@@ -321,34 +267,10 @@ def compile_read(runner: DecodeRunner, params: Params, batch: dict[str, Any]) ->
 def compile_admission(runner: DecodeRunner, row: object, logits: object, alternatives: int) -> None:
     """Compiles the program that admits such a row; None: the row is in its slot."""
     settings = Settings(*(x[:1] for x in runner.settings))
-    next_, _ = next_tokens([], 1, runner._vocab_size)
+    next_, _ = next_tokens([], 1, runner.vocab_size)
     runner.programs.admit.lower(
         runner._shapes, row, logits, np.int32(0), settings, next_, _no_history(runner), runner.table, alternatives
     ).compile()
-
-
-def row_task(runner: DecodeRunner, positions: int) -> Task:
-    """The program that copies the first positions of a slot."""
-    return Task(("row", positions), lambda: _compile_row(runner, positions))
-
-
-def put_task(runner: DecodeRunner, positions: int) -> Task:
-    """The program that copies a row of so many positions into a slot."""
-
-    def compile() -> None:
-        row = _compile_row(runner, positions)
-        runner.programs.put.lower(runner._shapes, row, np.int32(0), runner.table).compile()
-
-    return Task(("put", positions), compile)
-
-
-def _compile_row(runner: DecodeRunner, positions: int) -> Cache:
-    return compiled_outputs(runner.programs.row, runner._shapes, np.int32(0), runner.table, positions)
-
-
-def _idle(slots: int) -> tuple[Settings, list[int]]:
-    """The settings and the adapters' numbers of free slots."""
-    return Settings(*(np.repeat(x, slots, axis=0) for x in GREEDY)), [0] * slots
 
 
 def _deliver(request: Request, sampled: SampledTokens, row: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from capibara.inference.engine.cache.batching import LEAST_PART, mixed_shapes
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs.compiler import Compiler, Task
-from capibara.inference.engine.programs.programs import MixedTokens, State
+from capibara.inference.engine.programs.programs import MixedTokens
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained
 from capibara.inference.engine.requests.request import Request
@@ -23,16 +24,16 @@ from capibara.models.api import Packed
 
 
 class Piece(NamedTuple):
-    """`count` tokens of a request's prompt, after its first `start` ones, which are in its slot."""
+    """`size` tokens of a request's prompt, after its first `start` ones, which are in its slot."""
 
     request: Request
     start: int
-    count: int
+    size: int
 
     @property
     def ends(self) -> bool:
         """Whether these are the prompt's last tokens."""
-        return self.start + self.count == len(self.request.tokens)
+        return self.start + self.size == len(self.request.tokens)
 
 
 class MixedSteps:
@@ -43,8 +44,6 @@ class MixedSteps:
       params: that the programs read.
       adapters: of the engine.
       pages: of the slots.
-      slots: their number.
-      vocab_size: ids of the model.
       most: tokens of a part of a prompt.
       compiler: compiles programs while others run.
     """
@@ -55,19 +54,17 @@ class MixedSteps:
         params: ServedParams,
         adapters: Adapters,
         pages: Pages,
-        slots: int,
-        vocab_size: int,
         most: int,
         compiler: Compiler,
     ):
         self._runner, self._params, self._adapters, self._pages = runner, params, adapters, pages
-        self._slots, self._vocab_size, self._compiler = slots, vocab_size, compiler
-        self._shapes = mixed_shapes(slots, most)
+        self._slots, self._compiler = len(pages.table), compiler
+        self._shapes = mixed_shapes(self._slots, most)
 
     @property
     def tasks(self) -> list[Task]:
         """The programs."""
-        return [Task(("mixed", *shape), lambda shape=shape: self._compile(*shape)) for shape in self._shapes]
+        return [Task(("mixed", *shape), functools.partial(self._compile, *shape)) for shape in self._shapes]
 
     @property
     def compiled(self) -> bool:
@@ -85,8 +82,8 @@ class MixedSteps:
         Returns the requests for which all tokens have been requested.
         """
         rows = [*active, *((piece.request.slot or 0, piece.request) for piece in pieces)]
-        needed = len(active) + sum(piece.count for piece in pieces)
-        size, count = min((shape for shape in self._shapes if shape[0] >= needed and shape[1] >= len(rows)))
+        needed = len(active) + sum(piece.size for piece in pieces)
+        size, count = min(shape for shape in self._shapes if shape[0] >= needed and shape[1] >= len(rows))
         chosen = [(row, request) for row, (_, request) in enumerate(rows[: len(active)])]
         for row, piece in enumerate(pieces, len(active)):
             if piece.ends:
@@ -99,12 +96,13 @@ class MixedSteps:
         numbers[: len(active)] = [request.adapter for _, request in active]
         start = len(active)
         for piece in pieces:
-            numbers[start : start + piece.count], start = piece.request.adapter, start + piece.count
+            numbers[start : start + piece.size], start = piece.request.adapter, start + piece.size
         settings = Settings(*(x[slots] for x in self._runner.settings))
-        next_, _ = next_tokens(chosen, count, self._vocab_size)
+        next_, _ = next_tokens(chosen, count, self._runner.vocab_size)
         adapters, mix = self._adapters.of(numbers.tolist()), self._runner.programs.mix
         program = lambda state: mix(self._params.current, state, tokens, settings, next_, adapters)  # noqa: E731
         self._runner.ahead = 1
+        self._runner.statistics.steps += bool(active)
         for piece in pieces:
             piece.request.written = piece.ends
         return self._runner.run(program, chosen, np.ones(count, np.int32), [request for _, request in rows])
@@ -124,11 +122,11 @@ class MixedSteps:
         counts[:at], of_slot[:at], ends[:at] = 1, slots[:at], np.arange(at)
         positions[:at] = [request.row_length - 1 for _, request in active]
         for number, piece in enumerate(pieces, 1):
-            part = slice(at, at + piece.count)
-            tokens[part] = piece.request.tokens[piece.start : piece.start + piece.count]
+            part = slice(at, at + piece.size)
+            tokens[part] = piece.request.tokens[piece.start : piece.start + piece.size]
             counts[part], documents[part], of_slot[part] = 1, number, slots[len(active) + number - 1]
-            positions[part] = np.arange(piece.start, piece.start + piece.count)
-            at += piece.count
+            positions[part] = np.arange(piece.start, piece.start + piece.size)
+            at += piece.size
             ends[len(active) + number - 1] = at - 1
         table, first = self._pages.table, pieces[0]
         packed = Packed(documents, ends, np.array([first.start], np.int32), table[slots[len(active)]][None])
@@ -142,7 +140,7 @@ class MixedSteps:
         packed = Packed(x_N, x_S, np.zeros(1, np.int32), table[:1])
         tokens = MixedTokens(x_N, x_N, x_N, table[x_N], packed, x_S)
         settings, adapters = Settings(*(x[x_S] for x in self._runner.settings)), self._adapters.of(x_N.tolist())
-        next_, _ = next_tokens([], count, self._vocab_size)
+        next_, _ = next_tokens([], count, self._runner.vocab_size)
         compile_mixed(self._runner, self._params.current, tokens, settings, next_, adapters)
 
 
@@ -163,7 +161,7 @@ class MixedQueue(PrefillQueue):
         result: list[Piece] = []
         for request in [*self._waiting]:
             start, total = self._start(request, bool(result)), len(request.tokens)
-            if start is None or request.likeliest or self._is_shared(request, result):
+            if start is None or request.likeliest or self._begins_like(request, [piece.request for piece in result]):
                 continue
             count = min(room, self._most, total - start)
             if count < total - start and count < LEAST_PART and result:
@@ -180,15 +178,16 @@ class MixedQueue(PrefillQueue):
         self.stalled = bool(self._waiting) and not result
         return result
 
-    def share(self, request: Request) -> None:
-        """Adds a prompt that was read into its slot to the prefix cache, if another one that waits begins like it."""
-        if self.prefixes is None or self._runner is None or request.slot is None:
+    def share(self, pieces: Sequence[Piece]) -> None:
+        """Adds prompts that were read into their slots to the prefix cache, if others that wait begin like them."""
+        if self.prefixes is None or self._runner is None:
             return
-        count = len(request.tokens)
-        if any(shares(other, [request]) or same_prompt(other, request) for other in self._waiting):
-            row = self._runner.row(request.slot, self._batches.size(count))
-            if row is not None:
-                self.prefixes.keep(request.tokens, row | {"lengths": np.array([count], np.int32)}, request.sharing)
+        for request in (piece.request for piece in pieces if piece.ends):
+            if request.slot is not None and any(self._begins_like(other, [request]) for other in self._waiting):
+                count = len(request.tokens)
+                row = self._runner.row(request.slot, self._batches.size(count))
+                if row is not None:
+                    self.prefixes.keep(request.tokens, row | {"lengths": np.array([count], np.int32)}, request.sharing)
 
     def _start(self, request: Request, beside: bool) -> int | None:
         """How many of a prompt's tokens are in its slot; None: it cannot be read `beside` a piece of another one."""
@@ -204,7 +203,8 @@ class MixedQueue(PrefillQueue):
         self._runner.put(request, row)
         return known
 
-    def _is_shared(self, request: Request, pieces: Sequence[Piece]) -> bool:
-        """Whether what is read for these pieces will be a prefix of a request's prompt."""
-        others = [piece.request for piece in pieces]
-        return self.prefixes is not None and (shares(request, others) or any(same_prompt(request, o) for o in others))
+    def _begins_like(self, request: Request, others: Sequence[Request]) -> bool:
+        """Whether a request's prompt begins like one of others, and can have what is read of it from the prefix cache."""
+        if self.prefixes is None:
+            return False
+        return shares(request, others) or any(same_prompt(request, other) for other in others)

@@ -238,7 +238,8 @@ def _read(request: Request) -> tuple[int, list[int]]:
     return request.prompt_tokens, request.tokens
 
 
-def shares(request: Request, group: list[Request]) -> bool:
+def shares(request: Request, group: Sequence[Request]) -> bool:
+    """Whether at least half of a request's prompt is the beginning of another one of the group."""
     alike = (other for other in group if other.sharing == request.sharing)
     return any(2 * common_beginning(request.tokens, other.tokens) >= len(request.tokens) for other in alike)
 

@@ -16,10 +16,10 @@ from capibara.inference.engine.runner.decode import (
     DecodeRunner,
     compile_admission,
     compile_read,
-    put_task,
     step_task,
 )
 from capibara.inference.engine.runner.prompt_batches import PromptBatches
+from capibara.inference.engine.runner.slot_state import put_task
 from capibara.models.api import Cache, capacity
 
 Part = tuple[Any, int]
