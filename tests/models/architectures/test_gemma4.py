@@ -95,15 +95,22 @@ def test_documents_do_not_see_each_other(config):
     np.testing.assert_allclose(got[:, 12:], logits_of(config)(params, second), rtol=0, atol=1e-5)
 
 
-def test_prompts_that_are_packed_into_a_row_do_not_see_each_other():
-    model, params = model_and_params(CONFIG)
-    batch = batch_of(rows=1)
-    packed = {"tokens": batch["tokens"], "counts": np.array([20], np.int32), "ends": np.array([7, 19], np.int32)}
-    packed["documents"] = np.repeat([1, 2, 0], [8, 12, 4])[None].astype(np.int32)
-    got, _ = jax.jit(model.prefill)(model.serving(params), packed, model.start_cache(1, 24))
-    batch |= {"segment_ids": packed["documents"], "positions": np.concatenate([np.arange(8), np.arange(16)])[None]}
-    want = logits_of(CONFIG)(params, batch | {"positions": batch["positions"].astype(np.int32)})
-    np.testing.assert_allclose(got, want[0, packed["ends"]], rtol=0, atol=2e-5)
+def test_prompts_that_are_read_together_do_not_see_each_other():
+    config = dataclasses.replace(CONFIG, window=24)  # all layers have pages
+    model, params = model_and_params(config)
+    batch, size = batch_of(rows=1), api.paged.Sizes(pages=3, page_size=8)
+    cache = api.paged.empty(jax.eval_shape(lambda: model.start_cache(1, 24)), 24, size)
+    table = np.where(np.arange(20)[:, None] < 8, [[1, 0]], [[2, 3]]).astype(np.int32)
+    documents = np.repeat([1, 2], [8, 12]).astype(np.int32)
+    packed = api.Packed(documents, np.array([7, 19], np.int32), np.zeros(1, np.int32), table[:1])
+    read = {"tokens": batch["tokens"][0, :20, None], "counts": np.ones(20, np.int32), "packed": packed}
+    positions = np.concatenate([np.arange(8), np.arange(12)]).astype(np.int32)
+    rows = api.paged.with_table(cache | {"lengths": jnp.asarray(positions)}, table)
+    got, _ = jax.jit(model.resume)(model.serving(params), read, rows)
+    segments, after = np.repeat([1, 2, 0], [8, 12, 4])[None].astype(np.int32), np.arange(4, dtype=np.int32)
+    batch |= {"segment_ids": segments, "positions": np.concatenate([positions, after])[None]}
+    want = logits_of(config)(params, batch)
+    np.testing.assert_allclose(got, want[0, packed.ends], rtol=0, atol=2e-5)
 
 
 def test_adapters_are_of_both_kinds_of_attention():

@@ -185,25 +185,19 @@ def buckets(length: int) -> list[int]:
 def mixed_shapes(slots: int, tokens: int) -> list[tuple[int, int]]:
     """(tokens, slots) of the programs that read prompts beside the next tokens of texts.
 
-    A step of few slots has as many tokens as a part of a prompt, since these texts wait for it; with more slots there are more
+    A step of some slots has as many tokens as a part of a prompt, since these texts wait for it; with all slots there are more
     prompts, and a step of twice as many tokens takes less time for each of them.
 
     Args:
       slots: of the engine.
       tokens: of a part of a prompt.
     """
-    few, least = min(MIXED_ROWS, slots), SMALLEST_BUCKET + 1
-    most = max(tokens, few + SMALLEST_BUCKET)
-    shapes = [(size, few) for size in buckets(most) if size >= min(least, most)]
-    if slots > few:
-        most = max(2 * tokens, slots + SMALLEST_BUCKET)
-        shapes += [(size, slots) for size in buckets(most) if size >= max(slots, least) and _is_double(size, most)]
+    rows = [count for count in (MIXED_ROWS, 2 * MIXED_ROWS) if count < slots]
+    shapes = []
+    for count in (*rows, slots):
+        most = max(2 * tokens if rows and count == slots else tokens, count + SMALLEST_BUCKET)
+        shapes += [(size, count) for size in buckets(most) if size >= min(count + SMALLEST_BUCKET, most)]
     return shapes
-
-
-def _is_double(size: int, most: int) -> bool:
-    """Whether one of every two sizes is this: enough where padding takes a small part of the time."""
-    return size == most or size & (size - 1) == 0
 
 
 def prompt_shapes(
