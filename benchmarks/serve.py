@@ -125,11 +125,11 @@ async def run(server: Server, requests: Sequence[Load], clients: int) -> dict[st
     return figures(seen, took_s)
 
 
-async def warm(server: Server, seconds: float) -> None:
-    """Loads of other prompts, until the seconds are over and the server compiles no more."""
+async def warm(server: Server, seconds: float, counts: Sequence[int]) -> None:
+    """Loads of other prompts by these numbers of clients, until the seconds are over and the server compiles no more."""
     began_s, number = time.monotonic(), 10**6
     while time.monotonic() - began_s < seconds or server.compiling():
-        for clients in (1, 8):
+        for clients in counts:
             texts = loads(clients)
             bodies = [server.body(prompt_of(number + i, load.words), load.tokens) for i, load in enumerate(texts)]
             await asyncio.gather(*(ask(server.address, server.path, body) for body in bodies))
@@ -328,7 +328,7 @@ def main() -> int:
                 with server.running(cores, os.path.join(folder, f"{server.name}.log")):
                     asyncio.run(run(server, loads(4), 2))
                     if args.warm:
-                        asyncio.run(warm(server, args.warm))
+                        asyncio.run(warm(server, args.warm, sorted({1, 8, *map(int, args.clients.split(","))})))
                     warm_s = time.monotonic() - server.ready_at_s
                     of_server.setdefault("ready", []).append({"ready_s": server.ready_s, "warm_s": warm_s})
                     for clients in map(int, args.clients.split(",")):

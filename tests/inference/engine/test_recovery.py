@@ -81,7 +81,9 @@ def wanted(kind):
     return [one.submit(*request).result() for request in GOOD]
 
 
-def in_prompt(_, batch, *__):
+def in_prompt(_, batch, *rest):
+    if rest and isinstance(rest[0], programs.MixedTokens):
+        return BAD in rest[0].tokens
     return any(BAD in np.asarray(batch[name]) for name in ("tokens", "encoder_tokens") if name in batch)
 
 
@@ -89,10 +91,17 @@ def at_token(count, _, __, settings, next_, *___):
     return ((settings.top_k == MARK) & (np.asarray(next_.index) >= count)).any()
 
 
+def begins(*args):
+    if not isinstance(args[2], programs.MixedTokens):
+        return MARK in args[4].top_k
+    _, _, tokens, settings, next_, _ = args
+    return ((settings.top_k == MARK) & (next_.index == 0) & (tokens.slots < 3)).any()
+
+
 # Where it fails -> the programs that do, and for which arguments.
 WHERE = {
-    "prefill": (("prefill", "resume"), in_prompt),
-    "admission": (("admit",), lambda *a: MARK in a[4].top_k),
+    "prefill": (("prefill", "resume", "mix"), in_prompt),
+    "admission": (("admit", "mix"), begins),
     "decode": (("step", "verify"), functools.partial(at_token, 1)),
     "a later decode": (("step", "verify"), functools.partial(at_token, 9)),
 }
@@ -178,7 +187,8 @@ def test_a_fault_on_the_devices_is_found_when_tokens_arrive(monkeypatch, at):
 
     monkeypatch.setattr(programs, "_next", planted)
     one = engine(slots=5 + (at > 0))  # programs of their own
-    check(one, "rows", [([BAD, 7], sampling(repetition_penalty=1.3))])
+    wrong = [([BAD, 7], sampling(repetition_penalty=1.3))]
+    check(one, "rows", wrong, error=(ValueError, jax.errors.JaxRuntimeError))  # raised at once, or later
 
 
 def test_a_fault_on_the_devices_while_prompts_are_read_is_one_requests(monkeypatch):

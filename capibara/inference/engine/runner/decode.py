@@ -15,7 +15,7 @@ from capibara.inference.engine.cache.batching import EngineConfig, Statistics
 from capibara.inference.engine.cache.pages import Pages
 from capibara.inference.engine.placement.parameters import ServedParams
 from capibara.inference.engine.programs.compiler import Compiler, Task, compiled_outputs
-from capibara.inference.engine.programs.programs import NextTokens, Programs, SampledTokens, State
+from capibara.inference.engine.programs.programs import MixedTokens, NextTokens, Programs, SampledTokens, State
 from capibara.inference.engine.requests.adapters import Adapters
 from capibara.inference.engine.requests.faults import contained, program_of
 from capibara.inference.engine.requests.following import TokenChecksum
@@ -108,49 +108,41 @@ class DecodeRunner(SlotState):
         next_, alternatives = next_tokens([(0, request)], 1, self.vocab_size)
         history = history_of(request, self.vocab_size)
 
-        def program(state: State) -> tuple[State, SampledTokens]:
-            return self.programs.admit(
-                state,
-                prefilled.row,
-                prefilled.logits,
-                np.int32(slot),
-                settings,
-                next_,
-                history,
-                self.table,
+        with program_of(prefilled.group):
+            self.state, sampled = self.programs.admit(
+                self._slots_state, prefilled.row, prefilled.logits, np.int32(slot), settings, next_, history, self.table,
                 alternatives,
-            )
-
+            )  # fmt: skip
         request.written = True
-        return self.run(program, [(0, request)], np.ones(1, np.int32), prefilled.group)
+        return self._request(sampled, [(0, request)], np.ones(1, np.int32), prefilled.group)
 
     def step(self, params: Params, active: Sequence[tuple[int, Request]], count: int) -> list[Request]:
         """Requests `count` tokens for the rows of these slots."""
         rows = rows_of(active, self._slots, self.sizes)
         next_, alternatives = next_tokens(rows.active, rows.size, self.vocab_size)
         self.ahead, at_s = count, time.monotonic()
-
-        def program(state: State) -> tuple[State, SampledTokens]:
-            return self.programs.step(
-                params, state, Settings(*map(rows.of, self.settings)), next_, np.int32(count), rows.table(self._pages),
+        group = [request for _, request in active]
+        with program_of(group):
+            self.state, sampled = self.programs.step(
+                params, self._slots_state, Settings(*map(rows.of, self.settings)), next_, np.int32(count), rows.table(self._pages),
                 alternatives, self._batch_adapters_of(rows), rows.slots,
             )  # fmt: skip
-
         self.statistics.steps += 1
-        return self.run(program, rows.active, np.full(self._slots, count), [request for _, request in active], at_s)
+        return self._request(sampled, rows.active, np.full(self._slots, count), group, at_s)
 
-    def run(
-        self,
-        program: Callable[[State], tuple[State, SampledTokens]],
-        rows: Sequence[tuple[int, Request]],
-        counts: np.ndarray,
-        group: Sequence[Request],
-        at_s: float | None = None,
-    ) -> list[Request]:
-        """Runs a program of `group`, which requests `counts` tokens of these rows; `at_s`: when, for timing."""
+    def mix(
+        self, params: Params, tokens: MixedTokens, adapters: BatchAdapters | None,
+        rows: Sequence[tuple[int, Request]], group: Sequence[Request],
+    ) -> list[Request]:  # fmt: skip
+        """Reads tokens of the requests of a group, and requests a token for these of the rows that `tokens` has slots for."""
+        count, slots = len(tokens.slots), np.where(tokens.slots < self._slots, tokens.slots, tokens.slots[0])
+        next_, _ = next_tokens(rows, count, self.vocab_size)
+        settings, self.ahead = Settings(*(x[slots] for x in self.settings)), 1
         with program_of(group):
-            self.state, sampled = program(self._slots_state)
-        return self._request(sampled, rows, counts, group, at_s)
+            state = self._slots_state
+            self.state, sampled = self.programs.mix(params, state, tokens, settings, next_, adapters)
+        self.statistics.steps += 1
+        return self._request(sampled, rows, np.ones(count, np.int32), group)
 
     def verify(
         self, params: Params, active: Sequence[tuple[int, Request]], guesses: Mapping[int, Sequence[int]]

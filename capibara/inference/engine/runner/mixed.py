@@ -91,21 +91,15 @@ class MixedSteps:
                     self._runner.begin(piece.request)
                 chosen.append((row, piece.request))
         tokens = self._tokens([slot for slot, _ in rows], active, pieces, size, count)
-        slots = np.where(tokens.slots < self._slots, tokens.slots, rows[0][0])
         numbers = np.zeros(size, np.int32)
         numbers[: len(active)] = [request.adapter for _, request in active]
         start = len(active)
         for piece in pieces:
             numbers[start : start + piece.size], start = piece.request.adapter, start + piece.size
-        settings = Settings(*(x[slots] for x in self._runner.settings))
-        next_, _ = next_tokens(chosen, count, self._runner.vocab_size)
-        adapters, mix = self._adapters.of(numbers.tolist()), self._runner.programs.mix
-        program = lambda state: mix(self._params.current, state, tokens, settings, next_, adapters)  # noqa: E731
-        self._runner.ahead = 1
-        self._runner.statistics.steps += bool(active)
         for piece in pieces:
             piece.request.written = piece.ends
-        return self._runner.run(program, chosen, np.ones(count, np.int32), [request for _, request in rows])
+        adapters, group = self._adapters.of(numbers.tolist()), [request for _, request in rows]
+        return self._runner.mix(self._params.current, tokens, adapters, chosen, group)
 
     def _tokens(
         self,
@@ -160,7 +154,7 @@ class MixedQueue(PrefillQueue):
         """Takes `room` tokens of prompts: whole prompts, but for the first, of which a part was read, and the last."""
         result: list[Piece] = []
         for request in [*self._waiting]:
-            start, total = self._start(request, bool(result)), len(request.tokens)
+            start, total = self._start(request, not result), len(request.tokens)
             if start is None or request.likeliest or self._begins_like(request, [piece.request for piece in result]):
                 continue
             count = min(room, self._most, total - start)
@@ -189,15 +183,15 @@ class MixedQueue(PrefillQueue):
                 if row is not None:
                     self.prefixes.keep(request.tokens, row | {"lengths": np.array([count], np.int32)}, request.sharing)
 
-    def _start(self, request: Request, beside: bool) -> int | None:
-        """How many of a prompt's tokens are in its slot; None: it cannot be read `beside` a piece of another one."""
+    def _start(self, request: Request, is_first: bool) -> int | None:
+        """How many of a prompt's tokens are in its slot; None: only the first piece of a step may continue."""
         if self._part is not None and request is self._waiting[0]:
             return self._part[1]
         cached = self._cached(request)
         if cached is None:
             return 0
         row, known = cached
-        if beside or not self._needed.puts(row):
+        if not is_first or not self._needed.puts(row):
             return None
         assert self._runner is not None, "pieces are read into slots"
         self._runner.put(request, row)

@@ -17,7 +17,7 @@ from capibara.inference.engine import beam_requests
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.engine.programs import speculative
 from capibara.inference.engine.requests.request import Request
-from capibara.inference.engine.runner import decode, prompt_batches
+from capibara.inference.engine.runner import decode, prompt_batches, slot_state
 from capibara.inference.engine.runner.prefill import PrefillQueue
 from capibara.inference.sampling.sampling import BeamSearch, Sampling
 from capibara.inference.sampling.text import TextStream
@@ -67,7 +67,7 @@ def plant(monkeypatch, owner, name, concerns):
 FAULTS = {
     "prefill": (prompt_batches, "batch_of", lambda requests, *_: any(map(is_bad, requests)), {}),
     "prefill of one that is read in parts": (PrefillQueue, "extend", lambda *a: is_bad(a[2]), {"prefill_tokens": 4}),
-    "sampling": (decode, "settings_of", lambda samplings: STOP in samplings[0].stop, {}),
+    "sampling": (slot_state, "settings_of", lambda samplings: STOP in samplings[0].stop, {}),
     "penalties": (decode, "history_of", lambda request, _: is_bad(request), {}),
     "decoding": (Request, "receive", lambda request, *_: is_bad(request) and request.received == 3, {}),
     "detokenizing": (TextStream, "feed", lambda stream, *_: STOP in stream._stop, {}),
