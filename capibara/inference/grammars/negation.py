@@ -10,7 +10,7 @@ from capibara.inference.grammars.references import Schema
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MOST_VALUES = 64  # of an enum that is excluded: each number adds a range, each text a branch of a regular expression
-_MOST_CHARACTERS = 128  # of a text that is excluded: each is a level of the expression
+_MOST_CHARACTERS = 80  # of a text that is excluded: each is three of the 250 levels that Rust's regex parser allows
 _MOST_NAMES = 4  # of an object that is closed: each set of its properties is an alternative
 FIRST_ITEMS = 16  # an item that must be there is one of the first: llguidance has no lists with one anywhere
 

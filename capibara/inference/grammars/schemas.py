@@ -217,7 +217,9 @@ def _of(schema: object) -> Any:
     if result.get("format") not in _FORMATS:
         result.pop("format", None)
     for name in _COUNTS:
-        if isinstance(value := result.get(name), float) and value.is_integer():
+        if isinstance(value := result.get(name), (int, float)):
+            if isinstance(value, bool) or value < 0 or value != int(value):
+                raise UserError(f"a JSON Schema has {name} {short(value)}, must be an integer of at least 0")
             result[name] = int(value)  # 2.0 is the integer 2 in JSON Schema
     for name in references.ONE:
         if isinstance(result.get(name), Mapping):
