@@ -20,6 +20,7 @@ _MOST_BRANCHES = (
 )
 _MOST_WAYS = 64  # to place the items of `contains`, or to order those of `uniqueItems`
 _COUNTED_ITEMS = 8  # items that `maxContains` counts are among the first
+_KINDS = ("type", "enum", "const")
 _KEPT = frozenset(
     """type const enum minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength maxLength pattern format minItems
     maxItems required minProperties maxProperties""".split()
@@ -114,7 +115,7 @@ class _Rewriting:
             elif key == "anyOf":
                 conjuncts.append(any_of([self.of(item) for item in value]))
             elif key == "oneOf":
-                conjuncts.append(self._one_of(value))
+                conjuncts.append(self._one_of(value, {kind: schema[kind] for kind in _KINDS if kind in schema}))
             elif key == "not":
                 conjuncts.append(self._not(value))
             elif key in _SUGAR:
@@ -142,8 +143,8 @@ class _Rewriting:
             return any_of([self._reference(schema["$ref"], False), self.of(negated(rest)) if rest else False])
         return self.of(negated(schema))
 
-    def _one_of(self, branches: list[Schema]) -> Schema:
-        """Each branch without the others, where they are not known to exclude each other."""
+    def _one_of(self, branches: list[Schema], kind: dict[str, Any]) -> Schema:
+        """Each branch without the others, where they are not known to exclude each other among texts of this kind."""
         if len(branches) > _MOST_BRANCHES:
             return {"oneOf": [self.of(branch) for branch in branches]}
         try:
@@ -152,7 +153,7 @@ class _Rewriting:
                 rest = [
                     item
                     for other, item in enumerate(branches)
-                    if other != at and not is_disjoint(branch, item, self._reader)
+                    if other != at and not is_disjoint(all_of([branch, kind]), item, self._reader)
                 ]
                 excluded = [self.of(negated(self._resolved(item), self._closed_names(branch))) for item in rest]
                 alternatives.append(all_of([self.of(branch), *excluded]))
@@ -237,6 +238,8 @@ def _property_names(schema: Mapping[str, Any]) -> Schema:
     if not rules:
         return True
     lengths = rules.get("minLength", 0), rules.get("maxLength", "")
+    if "maxLength" in rules and lengths[0] > lengths[1]:
+        return {"maxProperties": 0}
     if "pattern" in rules and len(rules) > 1:
         raise UserError("a JSON Schema has propertyNames with a pattern and a length: leave one of them out")
     pattern = rules.get("pattern", f"^(?s:.{{{lengths[0]},{lengths[1]}}})$")
