@@ -90,15 +90,17 @@ def parts(q_BTNH: jax.Array, keys_BKSH: jax.Array) -> int:
     """Into how many parts to cut the queries of a prompt, so that XLA can leave the scores of each on the chip; 1 elsewhere.
 
     Scores of 512 queries over 2,560 keys of Llama 3.1 8B take 168 MB in each layer, more than VMEM: a part of a prompt on v6e-1 moved
-    26.2 GB for 15.2 GB.
+    26.2 GB for 15.2 GB. Each part reads all keys and values: few queries of many rows, as drafts have, stay together, and so do those whose
+    number has no divisors of that size.
     """
-    (B, T, N, _), (K, S) = q_BTNH.shape, keys_BKSH.shape[1:3]
+    (B, T, N, _), (_, K, S, H) = q_BTNH.shape, keys_BKSH.shape
     if sharding.platform() != "tpu" or T == 1:
         return 1
     scores = B * N * T * S * 4 // _shards(B, K)
-    return next(
-        count for count in range(1, T + 1) if T % count == 0 and (scores <= count * _SCORES_BYTES or count == T)
-    )
+    fewest = next((count for count in range(1, T + 1) if T % count == 0 and scores <= count * _SCORES_BYTES), T)
+    # Bytes for each key: keys and values that are read again, and scores that HBM has four times, as scores and as weights.
+    again, saved = (fewest - 1) * 2 * K * H * keys_BKSH.dtype.itemsize, 4 * N * T * 4
+    return fewest if again < saved else 1
 
 
 def _axes(

@@ -10,7 +10,7 @@ from capibara.kernels.attention.spec import AttentionSpec
 from capibara.kernels.cached_attention import dispatch, reference
 from capibara.kernels.cached_attention import tpu as paged_attention
 
-B, T, N, K, S, H = 2, 12, 4, 2, 24, 8
+B, T, N, K, S, H = 2, 24, 4, 2, 48, 8
 SPEC = AttentionSpec(causal=True, window=None, soft_cap=4.0, scale=0.3)
 
 
@@ -42,3 +42,12 @@ def test_parts_are_the_fewest_that_fit(monkeypatch):
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     assert paged_attention.parts(q, keys) == 8  # 160 MiB of scores: 5 parts would do, and do not divide 512
     assert paged_attention.parts(jax.ShapeDtypeStruct((1, 1, 32, 128), jnp.bfloat16), keys) == 1
+
+
+@pytest.mark.parametrize("rows, queries", [(32, 5), (1, 509)], ids=["drafts", "a prime number"])
+def test_parts_that_would_read_the_keys_too_often_stay_together(monkeypatch, rows, queries):
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
+    q = jax.ShapeDtypeStruct((rows, queries, 32, 128), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((rows, 8, 8192, 128), jnp.bfloat16)
+    assert rows * 32 * queries * 8192 * 4 > paged_attention._SCORES_BYTES
+    assert paged_attention.parts(q, keys) == 1
