@@ -27,8 +27,8 @@ _VMEM_BYTES = 2 * 2**20  # most of the tiles that are in VMEM at once
 
 def supported(old_BKSH: jax.Array) -> bool:
     """Whether the kernel writes into this cache: one that XLA's attention reads on TPU, in whole tiles."""
-    if sharding.platform() != "tpu" or old_BKSH.ndim != 4:
-        return False
+    if sharding.platform() != "tpu" or old_BKSH.ndim != 4 or old_BKSH.dtype == jnp.float16:
+        return False  # kernels load no float16
     in_lanes = old_BKSH.shape[3] % _LANES == 0
     if in_lanes and old_BKSH.dtype == jnp.bfloat16:
         return False  # it is read by a kernel, too, which leaves it in HBM (kernels/cached_attention/tpu.py)
