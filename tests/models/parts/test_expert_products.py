@@ -13,6 +13,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 from test_moe import CONFIG, LENGTH, MOE, ROWS, as_on_tpu, assert_close, functional, inputs, on_mesh  # noqa: E402
 
 from capibara.kernels.grouped_matmul import dispatch as grouped_matmul
+from capibara.kernels.grouped_matmul.kernel import Transposed
+from capibara.models.adapters.lora_experts import Rows
+from capibara.models.layers.layers import Activation, ClampedSwiglu
 from capibara.models.parts import dispatch
 
 
@@ -61,3 +64,31 @@ def test_weights_laid_out_for_gathering_give_the_same_numbers(sizes, changes, mo
     got = on_mesh(MOE, sizes, config)
     assert names and all(("gate_up" in layout) == config.activation.gated for layout in names)
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("biases", [(), ("up",), ("gate", "up")], ids=str)
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.REGLU2, ClampedSwiglu(1.7, 0.8)], ids=str)
+def test_gradients_of_gate_and_up_in_one_pass_are_those_of_each(activation, biases, monkeypatch):
+    monkeypatch.setattr(grouped_matmul.sharding, "platform", lambda: "tpu")
+    G, M, D, F = 2, 5, 4, 6
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    weights = {name: jax.random.normal(next(keys), (G, D, F)) for name in ("gate", "up")}
+    weights |= {"down": jax.random.normal(next(keys), (G, F, D))}
+    weights |= {f"{name}_bias": jax.random.normal(next(keys), (G, F)) for name in biases}
+    x, gates = jax.random.normal(next(keys), (G, M, D)), jax.random.uniform(next(keys), (G, M, 1))
+    target = jax.random.normal(next(keys), (G, M, D))
+
+    def product(x, w):
+        return x @ (jnp.swapaxes(w.w_GNK, 1, 2) if isinstance(w, Transposed) else w)
+
+    rows = Rows(product, lambda values: values[:, None], jnp.ones((G, M), bool), None)
+
+    def loss(layout, x, gates, weights):
+        return jnp.sum(target * dispatch.mlp(x, gates, layout(weights), activation, rows, dispatch.Axes()))
+
+    assert "gate_up" in dispatch.for_gathering(weights)
+    want, got = (
+        jax.value_and_grad(loss, argnums=(1, 2, 3))(layout, x, gates, weights)
+        for layout in (dict, dispatch.for_gathering)
+    )
+    assert_close(got, want)
