@@ -9,9 +9,10 @@ from capibara.core import limits
 from capibara.core.types import UserError
 from capibara.interop.hf.layout.tensors import Shape
 from capibara.interop.maxtext.names import Block
-from capibara.interop.maxtext.settings import Setting
+from capibara.interop.maxtext.settings import Setting, flag, number, whole
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu_pytorch_tanh"}  # jax.nn.gelu is the approximation by tanh
+_GEMMA3 = ("gemma3-4b", "gemma3-12b", "gemma3-27b")
 _EMBEDDING, _OUTPUT, _ATTENTION = "model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn."
 # LLaMARotaryEmbedding has these numbers, whatever the settings say.
 _LLAMA31 = {
@@ -35,20 +36,16 @@ def of_settings(
 
     Args:
       block: its decoder block.
-      settings: of its run; what is absent has the value of base.yml.
+      settings: of its run, with head_dim of the arrays; what is absent has the value of base.yml.
       shapes: of the tensors, by Hugging Face's names.
       path: of the checkpoint, for errors.
 
     Raises:
       UserError: a tensor is missing, or the settings are of a model that cannot be read.
     """
-    head = _number(settings, "head_dim", 128)
+    head = whole(settings, "head_dim", 128)
     query, key = (_dims(shapes, f"{_ATTENTION}{name}_proj.weight", path) for name in "qk")
     vocab, hidden = _dims(shapes, _EMBEDDING, path)
-    if query[0] % head or key[0] % head:
-        raise UserError(
-            f"{path} has {query[0]} and {key[0]} rows of queries and keys, head_dim is {head}: it must divide them"
-        )
     result: dict[str, Any] = {
         "model_type": block.model_type,
         "architectures": [block.architecture],
@@ -58,10 +55,10 @@ def of_settings(
         "num_attention_heads": query[0] // head,
         "num_key_value_heads": key[0] // head,
         "head_dim": head,
-        "rms_norm_eps": float(_number(settings, "normalization_layer_epsilon", 1e-5)),
-        "rope_theta": float(_number(settings, "rope_max_timescale", 10_000)),
+        "rms_norm_eps": _epsilon(block, settings),
+        "rope_theta": float(number(settings, "rope_max_timescale", 10_000)),
         "max_position_embeddings": max(
-            _number(settings, name, 2048) for name in ("max_position_embeddings", "max_target_length")
+            whole(settings, name, 2048) for name in ("max_position_embeddings", "max_target_length")
         ),
         "tie_word_embeddings": _OUTPUT not in shapes,
         "attention_bias": f"{_ATTENTION}q_proj.bias" in shapes,
@@ -71,9 +68,39 @@ def of_settings(
     }
     activation = _activation(settings)
     result |= {"hidden_act": activation} | ({"hidden_activation": activation} if block.offset else {})
-    return (
-        result | _intermediate(block, settings, shapes, path) | _rotation(settings) | _pattern(block, settings, result)
-    )
+    result |= _intermediate(block, settings, shapes, path)
+    _check_sizes(block, settings, result)
+    return result | _rotation(block, settings) | _pattern(block, settings, result)
+
+
+def _check_sizes(block: Block, settings: Mapping[str, Setting], config: Mapping[str, Any]) -> None:
+    """Whether config.yml is of a model of the arrays' sizes: the last layers may be missing, or the file may be another run's."""
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    sizes = {
+        "emb_dim": config["hidden_size"],
+        "vocab_size": config["vocab_size"],
+        "num_query_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "num_decoder_layers": config["num_hidden_layers"] // (2 if block.model_type == "gemma2" else 1),  # pairs
+    } | ({} if experts is None else {"num_experts": experts})
+    scaled = settings.get("global_parameter_scale", 1) != 1  # multiplies what begins with base_
+    for name, size in sizes.items():
+        for key in (name,) if scaled else (name, f"base_{name}"):
+            if settings.get(key) is not None and whole(settings, key, size) != size:
+                raise UserError(
+                    f"config.yml has {key} = {settings[key]}, the arrays have {size}: copy the missing files, or the "
+                    "config.yml of this run"
+                )
+
+
+def _epsilon(block: Block, settings: Mapping[str, Setting]) -> float:
+    value = float(number(settings, "normalization_layer_epsilon", 1e-5))
+    if block.offset and value != 1e-6:
+        raise UserError(
+            f"config.yml has normalization_layer_epsilon = {value}, must be 1e-6: MaxText's layers of {block.model_type} "
+            "have 1e-6 whatever it says, and one model cannot have both"
+        )
+    return value
 
 
 def _intermediate(
@@ -85,7 +112,9 @@ def _intermediate(
     names = ("block_sparse_moe", "w1") if block.model_type == "mixtral" else ("mlp", "gate_proj")
     size = _dims(shapes, expert.format(*names), path)[0]
     count = len([name for name in shapes if name.startswith("model.layers.0.") and name.endswith(f"{names[1]}.weight")])
-    chosen = _number(settings, "num_experts_per_tok", 1)
+    chosen = whole(settings, "num_experts_per_tok", 1)
+    if chosen > count:
+        raise UserError(f"config.yml has num_experts_per_tok = {chosen}, the arrays have {count} experts")
     if block.model_type == "mixtral":
         return {
             "intermediate_size": size,
@@ -105,10 +134,16 @@ def _intermediate(
     }
 
 
-def _rotation(settings: Mapping[str, Setting]) -> dict[str, Any]:
+def _rotation(block: Block, settings: Mapping[str, Setting]) -> dict[str, Any]:
+    kind, factor = settings.get("rope_type", "default"), number(settings, "rope_linear_scaling_factor", 1)
+    scaled = interleaved(settings) or (factor != 1 and block.model_type != "gemma3_text")
+    if scaled and block.model_type in ("gemma3_text", "olmo3"):
+        raise UserError(
+            f"config.yml has rope_type = {limits.shortened(kind)} and rope_linear_scaling_factor = {factor}: MaxText applies "
+            f"them to the layers with a window, too, which {block.model_type} does not"
+        )
     if interleaved(settings):
-        return {"rope_scaling": _LLAMA31} if settings.get("rope_use_scale", True) else {}
-    kind, factor = settings.get("rope_type", "default"), _number(settings, "rope_linear_scaling_factor", 1)
+        return {"rope_scaling": _LLAMA31} if flag(settings, "rope_use_scale", True) else {}
     if kind == "default":
         return {} if factor == 1 else {"rope_scaling": {"rope_type": "linear", "factor": float(factor)}}
     raise UserError(
@@ -119,34 +154,38 @@ def _rotation(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 def _pattern(block: Block, settings: Mapping[str, Setting], config: Mapping[str, Any]) -> dict[str, Any]:
     """Windows, caps and the queries' factor."""
-    window, layers = _number(settings, "sliding_window_size", 0), config["num_hidden_layers"]
     caps = {
-        "attn_logit_softcapping": settings.get("attn_logits_soft_cap"),
-        "final_logit_softcapping": settings.get("final_logits_soft_cap"),
+        "attn_logit_softcapping": _number_or(0, settings, "attn_logits_soft_cap"),
+        "final_logit_softcapping": _number_or(0, settings, "final_logits_soft_cap"),
     }
-    caps = {name: value or None for name, value in caps.items()}  # 0 and null are none
     cycle = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4}.get(block.model_type)
     if cycle is None:
         if any(caps.values()):
             raise UserError(f"config.yml has soft caps ({caps}), which {block.model_type} has not: they cannot be read")
         return {"sliding_window": None} if block.model_type in ("mistral", "qwen2", "qwen3", "qwen3_moe") else {}
-    kinds = ["full_attention" if i % cycle == cycle - 1 else "sliding_attention" for i in range(layers)]
-    result = {"sliding_window": window, "layer_types": kinds}
-    if _number(settings, "local_rope_max_timescale", -1) > 0 and block.model_type != "gemma3_text":
+    layers = range(config["num_hidden_layers"])
+    kinds = ["full_attention" if i % cycle == cycle - 1 else "sliding_attention" for i in layers]
+    result = {"sliding_window": whole(settings, "sliding_window_size", 0), "layer_types": kinds}
+    local = _number_or(-1, settings, "local_rope_max_timescale")
+    if local is not None and block.model_type != "gemma3_text":
         raise UserError(f"config.yml has local_rope_max_timescale, which {block.model_type} has not: it cannot be read")
     if block.model_type == "olmo3":
         return result
     scalar = config["head_dim"]
     if block.model_type == "gemma3_text":
-        result["rope_local_base_freq"] = float(_local_timescale(settings))
+        result["rope_local_base_freq"] = config["rope_theta"] if local is None else float(local)
+        if settings["model_name"] not in _GEMMA3:
+            raise UserError(
+                f"config.yml has model_name = {limits.shortened(settings['model_name'])}, must be one of {', '.join(_GEMMA3)}: "
+                "it decides the factor of the queries"
+            )
         if settings["model_name"] == "gemma3-27b":
-            scalar = config["hidden_size"] // config["num_attention_heads"]
+            hidden, heads = (
+                whole(settings, f"base_{name}", config[ours])
+                for name, ours in (("emb_dim", "hidden_size"), ("num_query_heads", "num_attention_heads"))
+            )
+            scalar = hidden // heads
     return result | caps | {"query_pre_attn_scalar": scalar}
-
-
-def _local_timescale(settings: Mapping[str, Setting]) -> float:
-    local = _number(settings, "local_rope_max_timescale", -1)
-    return local if local > 0 else _number(settings, "rope_max_timescale", 10_000)
 
 
 def _activation(settings: Mapping[str, Setting]) -> str:
@@ -157,11 +196,10 @@ def _activation(settings: Mapping[str, Setting]) -> str:
     raise UserError(f"config.yml has mlp_activations = {limits.shortened(value)}, must be one of {names}")
 
 
-def _number(settings: Mapping[str, Setting], name: str, default: float) -> Any:
-    value = settings.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"config.yml has {name} = {limits.shortened(value)}, must be a number")
-    return value
+def _number_or(absent: int, settings: Mapping[str, Setting], name: str) -> float | None:
+    """A positive number; None: it is null or `absent`, which stand for none."""
+    value = settings.get(name)
+    return None if value is None or (value == absent and value is not False) else number(settings, name, absent)
 
 
 def _dims(shapes: Mapping[str, Shape], name: str, path: str) -> tuple[int, int]:

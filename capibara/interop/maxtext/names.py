@@ -13,6 +13,7 @@ from collections.abc import Mapping
 HEADS_OUT = frozenset(
     {"query", "key", "value"}
 )  # [embedding, heads, head_dim]; the others' last axis is what they write
+ROTATED = frozenset({"query", "key", "query_norm", "key_norm"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ RUN/config.yml                the settings of the run, as save_config_to_gcs wri
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from capibara.interop.maxtext import config, names, settings
 from capibara.interop.zarr import arrays as zarr_arrays
 
 _PREFIX = "params.params."
-_MOST_LAYERS, _MOST_EXPERTS = 4096, 4096
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_TENSORS = 4096, 4096, 500_000
 
 
 class _Tensor(NamedTuple):
@@ -70,6 +71,7 @@ class MaxtextModel:
             for name, spec in zarr_arrays.stored_in(items, _PREFIX).items()
         }
         self._tensors = self._located()
+        self._settings |= self._decided()
         self._last: tuple[tuple[str, int | None], np.ndarray] | None = None
         self.config: dict[str, Any] = config.of_settings(block, self._settings, self.shapes(), items)
         self.tokenizer: dict[str, bytes] = {}
@@ -95,14 +97,15 @@ class MaxtextModel:
 
     def _as_theirs(self, tensor: _Tensor, value: np.ndarray) -> np.ndarray:
         """A tensor as Hugging Face means it; the arithmetic is in float32."""
-        part = tensor.name.split("/")[-2] if "/" in tensor.name else ""
+        part = _part(tensor.name)
         wide = value.astype(np.float32)
         if tensor.name == names.EMBEDDING:
-            return wide / np.sqrt(np.float32(value.shape[1])) if self._block.offset or tensor.layer == -1 else wide
+            divided = self._normalized() if tensor.layer == -1 else self._block.offset
+            return wide / np.sqrt(np.float32(value.shape[1])) if divided else wide
+        if part in names.ROTATED and config.interleaved(self._settings):
+            wide = np.concatenate([wide[..., ::2], wide[..., 1::2]], axis=-1)
         if tensor.name.endswith("scale"):
             return wide - 1 if self._block.offset else wide
-        if part in ("query", "key") and config.interleaved(self._settings):
-            wide = np.concatenate([wide[..., ::2], wide[..., 1::2]], axis=-1)
         if part == "query" and self._block.folded:
             wide = wide * np.sqrt(np.float32(value.shape[-1]))
         if tensor.name.endswith("bias"):
@@ -132,16 +135,40 @@ class MaxtextModel:
         for stored, place in places.items():
             if place is None or place.name not in self._block.names:
                 name = names.ENDS.get(stored, stored)  # others are reported as unexpected
-                result[name] = self._tensor(stored, None, None, stored, self._about(stored).shape)
+                self._add(result, {name: self._tensor(stored, None, None, stored, self._about(stored).shape)})
                 continue
             begin = cycle * repeats if place.rest else 0
             for layer in range(self._repeats(stored, place)) if place.number is None else [place.number]:
                 at = begin + cycle * layer + (place.part or 0)
-                result |= self._of_layer(stored, place, layer if place.number is None else None, at)
-        if names.OUTPUT not in self._specs and self._normalized():
+                self._add(result, self._of_layer(stored, place, layer if place.number is None else None, at))
+        tied = names.OUTPUT not in self._specs
+        if settings.flag(self._settings, "logits_via_embedding", tied) != tied:
+            raise UserError(
+                f"config.yml has logits_via_embedding = {str(not tied).lower()}, {self.path} has "
+                f"{'no' if tied else 'the array'} {names.OUTPUT}: copy the missing files, or the config.yml of this run"
+            )
+        if tied and names.EMBEDDING in self._specs and self._normalized() != self._block.offset:
             shape = self._about(names.EMBEDDING).shape
             result["lm_head.weight"] = self._tensor(names.EMBEDDING, -1, None, names.EMBEDDING, shape)
         return result
+
+    def _add(self, tensors: dict[str, _Tensor], more: dict[str, _Tensor]) -> None:
+        if double := tensors.keys() & more.keys():
+            name = min(double)
+            raise UserError(f"{self.path}: {tensors[name].stored} and {more[name].stored} are both {name}: remove one")
+        tensors |= more
+        if len(tensors) > _MOST_TENSORS:
+            raise UserError(f"{self.path} has more than {_MOST_TENSORS:,} matrices: no decoder has as many")
+
+    def _decided(self) -> dict[str, settings.Setting]:
+        """What the arrays decide of the settings: head_dim, and that logits have no cap, which MaxText's head of its own ignores."""
+        ours = [tensor for tensor in self._tensors.values() if tensor.name in self._block.names]
+        stored = {tensor.stored for tensor in ours if _part(tensor.name) in names.HEADS_OUT}
+        sizes = {self._about(name).shape[-1] for name in stored if len(self._about(name).shape) > 1}
+        size = settings.whole(self._settings, "head_dim", max(sizes, default=1))
+        if sizes and sizes != {size}:
+            raise UserError(f"config.yml has head_dim = {size}, the arrays of {self.path} have {sorted(sizes)}")
+        return {"head_dim": size} | ({"final_logits_soft_cap": None} if names.OUTPUT in self._specs else {})
 
     def _of_layer(self, stored: str, place: names.Place, scanned: int | None, at: int) -> dict[str, _Tensor]:
         shape = self._about(stored).shape
@@ -150,15 +177,18 @@ class MaxtextModel:
         theirs = f"model.layers.{at}.{self._block.names[place.name]}"
         if "{e}" not in theirs:
             return {theirs: self._tensor(stored, scanned, None, place.name, shape)}
-        if shape[0] > _MOST_EXPERTS:
-            raise UserError(f"{self.path}: {stored} has {shape[0]:,} experts, must have at most {_MOST_EXPERTS:,}")
+        if len(shape) != 3 or shape[0] > _MOST_EXPERTS:
+            raise UserError(
+                f"{self.path}: {stored} has the shape {list(self._about(stored).shape)}, must be matrices of at most "
+                f"{_MOST_EXPERTS:,} experts"
+            )
         tensors = {}
         for expert in range(shape[0]):
             tensors[theirs.replace("{e}", str(expert))] = self._tensor(stored, scanned, expert, place.name, shape[1:])
         return tensors
 
     def _tensor(self, stored: str, layer: int | None, expert: int | None, name: str, shape: Shape) -> _Tensor:
-        part = name.split("/")[-2] if "/" in name else ""
+        part = _part(name)
         if name.endswith("bias"):
             shape = (int(np.prod(shape)),)
         elif not name.endswith(("scale", "embedding")) and len(shape) > 1:
@@ -178,8 +208,13 @@ class MaxtextModel:
         return shape[self._axis]
 
     def _normalized(self) -> bool:
-        """Whether the embedding's logits are divided by the square root of its width, and its vectors are not multiplied by it."""
-        return not self._block.offset and self._settings.get("normalize_embedding_logits", True) is True
+        """Whether logits of the embedding are divided by the square root of its width."""
+        return settings.flag(self._settings, "normalize_embedding_logits", True)
+
+
+def _part(name: str) -> str:
+    """The module of a parameter."""
+    return name.split("/")[-2] if "/" in name else ""
 
 
 def _items(path: str) -> str | None:
@@ -188,7 +223,7 @@ def _items(path: str) -> str | None:
         if zarr_arrays.stored_in(folder, _PREFIX):
             return folder
     for folder in (path, os.path.join(path, "checkpoints")):
-        steps = [name for name in os.listdir(folder) if name.isdigit()] if os.path.isdir(folder) else []
+        steps = [name for name in os.listdir(folder) if re.fullmatch("[0-9]+", name)] if os.path.isdir(folder) else []
         for step in sorted(steps, key=int, reverse=True):
             items = os.path.join(folder, step, "items")
             if zarr_arrays.stored_in(items, _PREFIX):

@@ -201,12 +201,11 @@ def _received(pipe: IO[bytes], size: int, wait: float) -> bytes:
 def _check_folder(root: str) -> int:
     """Total bytes of a store's files; links are rejected."""
     total = 0
-    for folder, _, files in itertools.islice(os.walk(root), _CHUNKS):
-        for file in files:
-            path = os.path.join(folder, file)
-            total += limits.check_file(path)
+    for folder, folders, files in itertools.islice(os.walk(root), _CHUNKS):
+        for path in (os.path.join(folder, name) for name in (*folders, *files)):
             if os.path.islink(path):
-                raise UserError(f"{path} is a link, must be a file of the checkpoint: replace it by a copy")
+                raise UserError(f"{path} is a link, must be a file or folder of the checkpoint: replace it by a copy")
+        total += sum(limits.check_file(os.path.join(folder, name)) for name in files)
     return total
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -25,7 +26,8 @@ from jax.sharding import SingleDeviceSharding
 from capibara.core.types import UserError
 from capibara.interop import open_model
 from capibara.interop.hf import config as hf_config
-from capibara.interop.maxtext import names
+from capibara.interop.maxtext import names, read
+from capibara.interop.zarr import arrays
 from capibara.models import api
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -44,6 +46,7 @@ TOLERANCE = 5e-5  # of the largest logit
 def write(folder, case, prefix="params.params.", driver="zarr3", settings=None, without=(), dtype="float32"):
     """A checkpoint as MaxText writes it, of a recorded case."""
     items = folder / "0" / "items"
+    written = []
     for name, shape in case["shapes"].items():
         if name in without:
             continue
@@ -51,10 +54,23 @@ def write(folder, case, prefix="params.params.", driver="zarr3", settings=None, 
         array = tensorstore.open(
             {"driver": driver, "kvstore": store}, create=True, dtype=tensorstore.dtype(dtype), shape=shape
         ).result()
-        array.write(value(name, shape).astype(array.dtype.numpy_dtype)).result()
-    text = yaml.safe_dump(case["settings"] | (settings or {}))
-    (folder / "config.yml").write_text(text)
+        written.append(array.write(value(name, shape).astype(array.dtype.numpy_dtype)))
+    for writing in written:
+        writing.result()
+    return configure(folder, case, settings)
+
+
+def configure(folder, case, settings=None):
+    (folder / "config.yml").write_text(yaml.safe_dump(case["settings"] | (settings or {})))
     return folder
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Checkpoints that tests only read; they write config.yml anew."""
+    return {
+        name: write(tmp_path_factory.mktemp(name), RECORDED[name]) for name in ("llama3", "gemma3", "olmo3", "qwen3")
+    }
 
 
 def loaded(path):
@@ -105,6 +121,8 @@ def test_a_checkpoint_a_step_and_a_run_are_named_by_their_folders(tmp_path):
         write(steps / str(number), case, driver="zarr" if number == 9 else "zarr3")
         (steps / str(number) / "0" / "items").rename(steps / str(number) / "items")
         (steps / str(number) / "config.yml").rename(tmp_path / "run" / "config.yml")
+    for unfinished in ("11", "12.orbax-checkpoint-tmp", "\u00b2"):
+        (steps / unfinished / "items").mkdir(parents=True)
     names_of = {str(path): opened(path).path for path in (tmp_path / "run", steps, steps / "9", steps / "9" / "items")}
     assert [os.path.relpath(path, steps) for path in names_of.values()] == [
         "10/items",
@@ -135,36 +153,111 @@ def test_settings_are_those_that_maxtext_dumps_and_nothing_is_executed(tmp_path)
     text = (
         "decoder_block: !!python/object/apply:maxtext.common.common_types.DecoderBlockType\n- llama2\n"
         "rope_type: !!python/object/apply:maxtext.configs.types.RopeType [llama3.1]\n"
-        "model_name: default\nhead_dim: 16\nmlp_activations: !!python/tuple [silu, linear]\n"
+        "model_name: default\nhead_dim: 16\nnormalization_layer_epsilon: 1e-6\nmlp_activations: !!python/tuple [silu, linear]\n"
         "logical_axis_rules: !!python/tuple [[a, [b]], {c: d}]\nlora: {rank: 0}\nrope_max_timescale: 500000\n"
         f"other: !!python/object/apply:os.mkdir ['{tmp_path / 'made'}']\n"
     )
     (folder / "config.yml").write_text(text)
-    assert opened(folder).config["rope_scaling"]["rope_type"] == "llama3" and not (tmp_path / "made").exists()
-    for broken in ("- a\n", "a: [\n", "a: &a [*a]\n", "", "x\x00y", "? [a, b]\n: c\n"):
+    config = opened(folder).config
+    assert config["rope_scaling"]["rope_type"] == "llama3" and not (tmp_path / "made").exists()
+    assert config["rms_norm_eps"] == 1e-6  # as MaxText's files of models have it, which YAML 1.1 takes for text
+    nested = "a: " + "[" * 5000
+    doubled = "head_dim: 16\nhead_dim: 8\n"
+    tagged = [f"a: !!{tag} ''\n" for tag in ("bool", "int", "float")]
+    for broken in (
+        "- a\n",
+        "a: [\n",
+        "a: &a [*a]\n",
+        "",
+        "x\x00y",
+        "? [a, b]\n: c\n",
+        nested,
+        doubled,
+        "<<: {a: b}",
+        *tagged,
+    ):
         (folder / "config.yml").write_text(broken)
-        with pytest.raises(UserError, match="config.yml (is no YAML|has no model_name)"):
+        with pytest.raises(UserError, match="config.yml (is no file of settings|has no model_name)"):
             opened(folder)
 
 
 MISTAKES = {
     "decoder_block = 'deepseek', must be one of gemma, gemma2": {"decoder_block": "deepseek"},
     "rope_type = 'yarn', must be default or llama3.1": {"rope_type": "yarn"},
-    "head_dim = 'x', must be a number": {"head_dim": "x"},
-    "head_dim is 24: it must divide them": {"head_dim": 24},
+    "head_dim = 'x', must be a positive number": {"head_dim": "x"},
+    "head_dim = 8, the arrays of .* have \\[16\\]": {"head_dim": 8},
+    "head_dim = 16.5, must be a whole number": {"head_dim": 16.5},
+    "head_dim = True, must be a positive number": {"head_dim": True},
+    "normalization_layer_epsilon = nan, must be a positive number": {"normalization_layer_epsilon": math.nan},
+    "rope_max_timescale = inf, must be a positive number": {"rope_max_timescale": math.inf},
+    "rope_linear_scaling_factor = 0, must be a positive number": {"rope_linear_scaling_factor": 0},
+    "max_target_length = -1, must be a positive number": {"max_target_length": -1},
+    "logits_via_embedding = true, .* has the array decoder/logits_dense/kernel": {"logits_via_embedding": True},
+    "base_num_decoder_layers = 5, the arrays have 4": {"base_num_decoder_layers": 5},
+    "num_kv_heads = 4, the arrays have 2": {"num_kv_heads": 4, "base_num_kv_heads": 1, "global_parameter_scale": 4},
+    "moba = True, only False can be read": {"moba": True},
+    "weight_sparsity_n = 2, only None can be read": {"weight_sparsity_n": 2},
+    "base_config = 'mine.yml', only 'base.yml' can be read": {"base_config": "mine.yml"},
     "mlp_activations = \\['relu'\\], must be one of \\[silu, linear\\], \\[gelu, linear\\]": {
         "mlp_activations": ["relu"]
     },
     "param_scan_axis = 2, must be 0 or 1": {"param_scan_axis": 2},
     "attention_type = 'local_sliding', only 'global' can be read": {"attention_type": "local_sliding"},
-    "has soft caps .* which llama has not": {"final_logits_soft_cap": 30.0},
+    "has soft caps .* which llama has not": {"attn_logits_soft_cap": 30.0},
 }
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_what_cannot_be_read_is_refused(message, tmp_path):
+def test_what_cannot_be_read_is_refused(message, stores):
     with pytest.raises(UserError, match=message):
-        opened(write(tmp_path, RECORDED["llama3"], settings=MISTAKES[message]))
+        opened(configure(stores["llama3"], RECORDED["llama3"], MISTAKES[message]))
+
+
+PATTERN_MISTAKES = [
+    ("gemma3", "model_name = 'gemma3-1b', must be one of gemma3-4b", {"model_name": "gemma3-1b"}),
+    ("gemma3", "normalization_layer_epsilon = 1e-05, must be 1e-6", {"normalization_layer_epsilon": 1e-5}),
+    ("gemma3", "rope_type = 'llama3.1' .* layers with a window", {"rope_type": "llama3.1"}),
+    ("gemma3", "sliding_window_size = 0, must be a positive number", {"sliding_window_size": 0}),
+    ("gemma3", "attn_logits_soft_cap = -1, must be a positive number", {"attn_logits_soft_cap": -1}),
+    ("olmo3", "rope_linear_scaling_factor = 2.0: .* layers with a window", {"rope_linear_scaling_factor": 2.0}),
+    ("olmo3", "rope_type = 'llama3.1' .* layers with a window", {"rope_type": "llama3.1"}),
+    ("olmo3", "has local_rope_max_timescale, which olmo3 has not", {"local_rope_max_timescale": 10}),
+    ("gemma3", "normalize_embedding_logits = 1, must be true or false", {"normalize_embedding_logits": 1}),
+    ("qwen3", "rope_use_scale = 'false', must be true or false", {"rope_use_scale": "false", "rope_type": "llama3.1"}),
+]
+
+
+@pytest.mark.parametrize("name, message, changed", PATTERN_MISTAKES)
+def test_settings_that_a_family_cannot_have_are_refused(name, message, changed, stores):
+    with pytest.raises(UserError, match=message):
+        opened(configure(stores[name], RECORDED[name], changed))
+
+
+def test_settings_change_what_arrays_mean(stores):
+    """As MaxText reads them: norms of interleaved heads, a Gemma head that is not divided, and caps of embeddings' logits alone."""
+    scale = "model.layers.1.self_attn.q_norm.weight"
+    plain = opened(configure(stores["qwen3"], RECORDED["qwen3"])).read(scale)
+    rotated = opened(configure(stores["qwen3"], RECORDED["qwen3"], {"rope_type": "llama3.1"})).read(scale)
+    np.testing.assert_array_equal(rotated, np.concatenate([plain[::2], plain[1::2]]))
+    embedding = value("token_embedder/embedding", (128, 32))
+    gemma = opened(configure(stores["gemma3"], RECORDED["gemma3"], {"normalize_embedding_logits": False}))
+    np.testing.assert_array_equal(gemma.read("lm_head.weight"), embedding)
+    np.testing.assert_array_equal(gemma.read("model.embed_tokens.weight"), embedding / np.sqrt(np.float32(32)))
+    assert gemma.config["tie_word_embeddings"] is False
+    gemma = opened(
+        configure(
+            stores["gemma3"], RECORDED["gemma3"], {"rope_linear_scaling_factor": 8.0, "final_logits_soft_cap": 30}
+        )
+    )
+    assert (
+        gemma.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+        and "lm_head.weight" not in gemma.shapes()
+    )
+    assert gemma.config["final_logit_softcapping"] == 30 and gemma.config["query_pre_attn_scalar"] == 16
+    large = {"model_name": "gemma3-27b", "base_emb_dim": 32, "base_num_query_heads": 4}
+    assert opened(configure(stores["gemma3"], RECORDED["gemma3"], large)).config["query_pre_attn_scalar"] == 8
+    llama = opened(configure(stores["llama3"], RECORDED["llama3"], {"final_logits_soft_cap": 30.0}))
+    assert llama.config["model_type"] == "llama" and "final_logit_softcapping" not in llama.config
 
 
 def test_missing_and_further_arrays_are_named(tmp_path):
@@ -182,6 +275,36 @@ def test_missing_and_further_arrays_are_named(tmp_path):
     more = {"shapes": case["shapes"] | {"decoder/layers_0/self_attention/query/lora_a": [32, 4]}}
     with pytest.raises(UserError, match="query/lora_a"):
         loaded(write(tmp_path / "c", case | more))
+
+
+def test_arrays_that_contradict_each_other_are_refused(tmp_path, monkeypatch):
+    case, norm = RECORDED["llama_unscanned"], "decoder/layers_2/pre_self_attention_layer_norm/scale"
+    folder = write(tmp_path, {**case, "shapes": case["shapes"] | {norm.replace("_2", "_02"): [32]}})
+    with pytest.raises(UserError, match="layers_02.* are both model.layers.2.input_layernorm.weight: remove one"):
+        opened(folder)
+    folder = write(
+        tmp_path / "tied",
+        {**case, "settings": case["settings"] | {"logits_via_embedding": False}},
+        without=[names.OUTPUT],
+    )
+    with pytest.raises(UserError, match="logits_via_embedding = false, .* has no decoder/logits_dense/kernel: copy"):
+        opened(folder)
+    experts = RECORDED["mixtral"]
+    folder = write(
+        tmp_path / "flat", {**experts, "shapes": experts["shapes"] | {"decoder/layers/MoeBlock_0/wi_0": [4, 4]}}
+    )
+    with pytest.raises(UserError, match=r"wi_0 has the shape \[4, 4\], must be matrices of at most 4,096 experts"):
+        opened(folder)
+    folder = configure(write(tmp_path / "experts", experts), experts, {"num_experts_per_tok": 5})
+    with pytest.raises(UserError, match="num_experts_per_tok = 5, the arrays have 4 experts"):
+        opened(folder)
+    monkeypatch.setattr(read, "_MOST_TENSORS", 40)
+    with pytest.raises(UserError, match="more than 40 matrices"):
+        opened(folder)
+    (folder / "0" / "items" / "linked").symlink_to(tmp_path)
+    arrays.stored_in.cache_clear()
+    with pytest.raises(UserError, match="linked is a link, must be a file or folder"):
+        opened(folder)
 
 
 def test_a_run_begins_from_it_and_says_what_differs(tmp_path):
