@@ -55,8 +55,9 @@ def read(folder: str, path: str) -> dict[str, Setting]:
             f"{path} is a checkpoint of MaxText, which does not say how its arrays are meant: write the settings of its run to "
             f"{os.path.join(path, FILE)}, as save_config_to_gcs=true does: {', '.join(_NEEDED)} and what differs from base.yml"
         )
+    text = limits.read_text(existing[0])
     try:
-        root = yaml.compose(limits.read_text(existing[0]), Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
         settings = _mapping(root)
     except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:
         cause = limits.cause(error)

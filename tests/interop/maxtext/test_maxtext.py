@@ -179,6 +179,9 @@ def test_settings_are_those_that_maxtext_dumps_and_nothing_is_executed(tmp_path)
         (folder / "config.yml").write_text(broken)
         with pytest.raises(UserError, match="config.yml (is no file of settings|has no model_name)"):
             opened(folder)
+    (folder / "config.yml").write_bytes(b"a: \xff")
+    with pytest.raises(UserError, match="config.yml is no text in UTF-8 .*: copy it again$"):
+        opened(folder)
 
 
 MISTAKES = {
@@ -275,6 +278,18 @@ def test_missing_and_further_arrays_are_named(tmp_path):
     more = {"shapes": case["shapes"] | {"decoder/layers_0/self_attention/query/lora_a": [32, 4]}}
     with pytest.raises(UserError, match="query/lora_a"):
         loaded(write(tmp_path / "c", case | more))
+
+
+def test_layers_are_stacked_along_param_scan_axis(stores, tmp_path, monkeypatch):
+    first = opened(configure(stores["llama3"], RECORDED["llama3"])).read("model.layers.2.self_attn.o_proj.weight")
+    case, shapes = RECORDED["llama3"], RECORDED["llama3"]["shapes"]
+    moved = {name: [shape[1], shape[0], *shape[2:]] if "/layers/" in name else shape for name, shape in shapes.items()}
+    swapped = lambda name, shape: (
+        np.swapaxes(value(name, shapes[name]), 0, 1) if "/layers/" in name else value(name, shape)
+    )
+    monkeypatch.setattr(sys.modules[__name__], "value", swapped)
+    folder = write(tmp_path, {**case, "shapes": moved}, settings={"param_scan_axis": 0})
+    np.testing.assert_array_equal(opened(folder).read("model.layers.2.self_attn.o_proj.weight"), first)
 
 
 def test_arrays_that_contradict_each_other_are_refused(tmp_path, monkeypatch):
