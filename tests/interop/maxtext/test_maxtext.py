@@ -259,7 +259,8 @@ def test_settings_change_what_arrays_mean(stores):
     assert gemma.config["final_logit_softcapping"] == 30 and gemma.config["query_pre_attn_scalar"] == 16
     large = {"model_name": "gemma3-27b", "base_emb_dim": 32, "base_num_query_heads": 4}
     assert opened(configure(stores["gemma3"], RECORDED["gemma3"], large)).config["query_pre_attn_scalar"] == 8
-    llama = opened(configure(stores["llama3"], RECORDED["llama3"], {"final_logits_soft_cap": 30.0}))
+    scaled = {"final_logits_soft_cap": 30.0, "base_num_kv_heads": 1, "num_kv_heads": 2, "global_parameter_scale": 4}
+    llama = opened(configure(stores["llama3"], RECORDED["llama3"], scaled))
     assert llama.config["model_type"] == "llama" and "final_logit_softcapping" not in llama.config
 
 
@@ -280,13 +281,21 @@ def test_missing_and_further_arrays_are_named(tmp_path):
         loaded(write(tmp_path / "c", case | more))
 
 
+def test_a_layer_of_gemma2_is_two():
+    kernel = "self_attention/query/kernel"
+    local, last = (names.place(f"decoder/layers_3/self_attention_{kind}/query/kernel") for kind in ("local", "global"))
+    assert local == names.Place(kernel, 0, 3) and last == names.Place(kernel, 1, 3)
+
+
 def test_layers_are_stacked_along_param_scan_axis(stores, tmp_path, monkeypatch):
     first = opened(configure(stores["llama3"], RECORDED["llama3"])).read("model.layers.2.self_attn.o_proj.weight")
     case, shapes = RECORDED["llama3"], RECORDED["llama3"]["shapes"]
     moved = {name: [shape[1], shape[0], *shape[2:]] if "/layers/" in name else shape for name, shape in shapes.items()}
-    swapped = lambda name, shape: (
-        np.swapaxes(value(name, shapes[name]), 0, 1) if "/layers/" in name else value(name, shape)
-    )
+
+    def swapped(name, _, plain=value):
+        result = plain(name, shapes[name])
+        return np.swapaxes(result, 0, 1) if "/layers/" in name else result
+
     monkeypatch.setattr(sys.modules[__name__], "value", swapped)
     folder = write(tmp_path, {**case, "shapes": moved}, settings={"param_scan_axis": 0})
     np.testing.assert_array_equal(opened(folder).read("model.layers.2.self_attn.o_proj.weight"), first)
