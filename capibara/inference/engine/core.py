@@ -103,7 +103,7 @@ class EngineCore:
             compiled, self.params, self.runner, batches, most, self.reads_in_slot, self.compiler
         )
         self.mixed: MixedSteps | None = None
-        if self.pages and self.reads_in_slot and packs(model, config):
+        if self.pages and self.reads_in_slot and mixes_prompts(model, config):
             self.mixed = MixedSteps(self.runner, self.params, self.adapters, self.pages, most, self.compiler)
         self.prefill = MixedQueue(
             compiled, 1 if self.mixed else config.slots, most, prefixes, batches, self.prompts,
@@ -252,7 +252,7 @@ def reads_in_slot(model: Model) -> bool:
     return plain and not reads_whole(model) and sharding.platform() == "cpu"
 
 
-def packs(model: Model, config: EngineConfig) -> bool:
+def mixes_prompts(model: Model, config: EngineConfig) -> bool:
     """Whether prompts can be read beside the next tokens of texts, several in a step.
 
     Latent keys, 8-bit caches and blocks of users are not read so, tokens of a step would share the capacity of its experts, and

@@ -22,9 +22,8 @@ _UP = 4  # folders above the arrays: items, the step, checkpoints, the run
 _NEEDED = ("model_name", "decoder_block")
 _LARGEST = 1e12  # no size, frequency or factor of a model is as large
 _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float"))
-_FLOAT = re.compile(
-    r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+"
-)  # a number to MaxText's OmegaConf, a string to PyYAML: 1e-6
+# A number to MaxText's OmegaConf, a string to PyYAML: 1e-6.
+_FLOAT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+")
 _OBJECT = "tag:yaml.org,2002:python/object/apply:"  # an enumeration, with its value as the only argument
 
 # What changes the model's results and is not read here: these values alone are supported.

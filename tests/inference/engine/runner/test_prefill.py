@@ -11,7 +11,7 @@ import pytest
 
 from capibara.core.types import UserError
 from capibara.data.tokenizers.vocabulary import ByteVocabulary
-from capibara.inference.engine.core import packs
+from capibara.inference.engine.core import mixes_prompts
 from capibara.inference.engine.engine import Engine, EngineConfig
 from capibara.inference.sampling.sampling import Sampling
 from capibara.models import api
@@ -191,7 +191,7 @@ def test_prompts_of_any_lengths_are_read_beside_texts(kind):
 )
 def test_models_that_pack_prompts(options, packed):
     model = api.build(dataclasses.replace(MODEL.config, layer_pattern=("global",), window=None, **options))
-    assert packs(model, EngineConfig()) == packed and not packs(model, EngineConfig(cache_dtype="int8"))
+    assert mixes_prompts(model, EngineConfig()) == packed and not mixes_prompts(model, EngineConfig(cache_dtype="int8"))
 
 
 def test_a_model_of_users_packs_no_prompts_unless_it_says_so():
@@ -209,9 +209,9 @@ def test_a_model_of_users_packs_no_prompts_unless_it_says_so():
 
     options = {field.name: getattr(MODEL.config, field.name) for field in dataclasses.fields(MODEL.config)}
     model = api.build(MyConfig(**options | {"layer_pattern": ("global",), "window": None}))
-    assert not packs(model, EngineConfig())
+    assert not mixes_prompts(model, EngineConfig())
     MyDecoder.packs_prompts = True
-    assert packs(model, EngineConfig())
+    assert mixes_prompts(model, EngineConfig())
 
 
 @pytest.mark.heavy
